@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from megatrain.errors import ConfigError
 
@@ -46,12 +46,12 @@ class Located:
     value: Any
     place: str  # "cfg.yaml:7" or "command line"
 
-
-def located(value: Any, place: str) -> Any:
-    """A tree of mappings with `place` beside every value."""
-    if isinstance(value, Mapping):
-        value = {key: located(entry, place) for key, entry in value.items()}
-    return Located(value, place)
+    @classmethod
+    def of(cls, value: Any, place: str) -> Self:
+        """A tree of mappings with `place` beside every value."""
+        if isinstance(value, Mapping):
+            value = {key: cls.of(entry, place) for key, entry in value.items()}
+        return cls(value, place)
 
 
 def plain(value: Any) -> Any:
@@ -201,6 +201,5 @@ class _Reader:
             if first := entries.get(key.value):
                 reason = f"{key.value}: set twice, first at {first.place}; keep one"
                 raise self.wrong(key.start_mark, reason)
-            place = self.place(key.start_mark)
-            entries[key.value] = Located(self.value(value, depth + 1), place)
+            entries[key.value] = Located(self.value(value, depth + 1), self.place(key.start_mark))
         return merged | entries

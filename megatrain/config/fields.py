@@ -23,9 +23,6 @@ from megatrain.errors import ConfigError, DataError
 from megatrain.methods import METHODS, RATE
 from megatrain.settings import OPTIONS, contradiction
 
-DEFAULT_TOKENS_PER_STEP = 65536
-DEFAULT_DECAY_SHARE = 0.2  # of all steps, the last stretch of `wsd`
-
 
 class DataOptions(Options):
     """Rows to train on, and rows to hold out."""
@@ -91,7 +88,7 @@ class TrainOptions(Options):
     """Size, number, learning rate and evaluation of the steps."""
 
     tokens_per_step: v.Count | None = key(
-        DEFAULT_TOKENS_PER_STEP,
+        65536,
         "Tokens of one optimizer step, without padding. Excludes rows_per_step.",
     )
     rows_per_step: v.Count | None = key(None, "Rows of one step. Excludes tokens_per_step.")
@@ -165,7 +162,7 @@ class TrainOptions(Options):
         if settled.get("max_steps") is not None:
             settled.setdefault("epochs", None)
         if settled.get("schedule") == "wsd" and settled.get("decay") is None:
-            settled["decay"] = DEFAULT_DECAY_SHARE
+            settled["decay"] = 0.2
         return settled
 
     @model_validator(mode="after")
@@ -489,8 +486,7 @@ def fault_of_rollouts(config: Config) -> tuple[str, str] | None:
     method, policy, rollout, rewards = config.method, config.policy, config.rollout, config.rewards
     for name, values, reason in OF_ROLLOUTS:
         if attrgetter(name)(config) not in values:
-            key = name.replace("policy", method)
-            return key, f"method: {method} has only {values[0]}: {reason}; remove it"
+            return name, f"method: {method} has only {values[0]}: {reason}; remove it"
     if policy.dynamic_sampling and (config.train.epochs or not config.train.max_steps):
         needs = "needs train.max_steps, and no epochs: how many prompts a step takes is not known"
         return f"{method}.dynamic_sampling", needs
@@ -511,10 +507,8 @@ def fault_of_rollouts(config: Config) -> tuple[str, str] | None:
     if not config.tools.files and (own := config.tools.own()):
         return f"tools.{own[0]}", "no tools are named; set tools.functions, or remove it"
     if not (rewards.functions or config.tools.environment_factory):
-        return (
-            "rewards.functions",
-            "is missing: name what rewards answers, such as rewards.py:check",
-        )
+        why = "is missing: name what rewards answers, such as rewards.py:check"
+        return "rewards.functions", why
     if len(set(map(judge_name, rewards.functions))) < len(rewards.functions):
         return "rewards.functions", "two are called alike; rename one"
     if rewards.reward_weights and len(rewards.reward_weights) != len(rewards.functions):

@@ -12,15 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from megatrain.config import names as n
-from megatrain.config.document import (
-    COMMAND_LINE,
-    IN_PYTHON,
-    Located,
-    located,
-    plain,
-    read_text,
-    read_yaml,
-)
+from megatrain.config.document import COMMAND_LINE, IN_PYTHON, Located, plain, read_text, read_yaml
 from megatrain.config.fields import Config, check_readers, check_sources
 from megatrain.config.names import ALIASES, RIVALS, Alias, Key
 from megatrain.config.values import nearest, shown
@@ -91,7 +83,7 @@ def load_config(
     learning_rate?`
     """
     if isinstance(source, Mapping):
-        name, document = IN_PYTHON, located(source, IN_PYTHON)
+        name, document = IN_PYTHON, Located.of(source, IN_PYTHON)
     elif isinstance(source, (str, Path)):
         name, document = str(source), read_yaml(read_text(Path(source)), str(source))
     else:
@@ -109,7 +101,7 @@ def load_config(
     in_file = collector.taken()
     if isinstance(overrides, Mapping):
         for dotted, value in overrides.items():
-            collector.mapping(_nested(dotted.split("."), located(value, IN_PYTHON)))
+            collector.mapping(_nested(dotted.split("."), Located.of(value, IN_PYTHON)))
     else:
         for override in overrides:
             collector.mapping(parse_override(override))
@@ -270,8 +262,7 @@ class _Collector:
                 self.problems.append(leaf.problem(str(error)))
                 return
             leaf, self.rows = replace(leaf, value=value), self.rows | rows
-        pair = isinstance(leaf.value, list) and len(leaf.value) == 2
-        if leaf.key == BETAS and pair:
+        if leaf.key == BETAS and isinstance(leaf.value, list) and len(leaf.value) == 2:
             for key, beta in zip((n.BETA1, n.BETA2), leaf.value, strict=True):
                 self._add(replace(leaf, key=key, value=beta))
             return
@@ -343,12 +334,10 @@ def _validate(leaves: Leaves, source: str, problems: list[str]) -> Config:
     try:
         config = Config.model_validate(tree)
     except ValidationError as error:
-        faults: list[dict[str, Any]] = [*map(dict, error.errors())]
+        found: list[dict[str, Any]] = [*map(dict, error.errors())]
         if misnamed:
-            faults = [
-                f for f in faults if f["type"] != "missing" and not f.get("ctx", {}).get("key")
-            ]
-        problems += [_problem(leaves, source, fault) for fault in faults]
+            found = [f for f in found if f["type"] != "missing" and not f.get("ctx", {}).get("key")]
+        problems += [_problem(leaves, source, fault) for fault in found]
     problems = list(dict.fromkeys(problems))
     if config is None or problems:
         more = len(problems) - MOST_PROBLEMS

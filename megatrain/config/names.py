@@ -51,16 +51,17 @@ def _same(one: object, other: object) -> bool:
     return type(one) is type(other) and one == other  # 1 is not true here
 
 
-def _one_of(*pairs: tuple[object, object], **texts: str) -> Callable[[object], object]:
-    """The value must be the first of a pair, which means the second. texts: further pairs."""
-    known = (*pairs, *texts.items())
+def _one_of(meanings: Mapping[str, str]) -> Callable[[object], object]:
+    """The value must be one of theirs, by ours; `true` and `false` are no texts."""
+    words = {"true": True, "false": False}
+    known = {word: ours for ours, theirs in meanings.items() for word in theirs.split()}
 
     def convert(value: object) -> object:
-        for theirs, ours in known:
-            if _same(theirs, value):
+        for word, ours in known.items():
+            if _same(words.get(word, word), value):
                 return ours
-        names = ", ".join(shown(theirs) for theirs, _ in known)
-        hint = did_you_mean(value, texts)
+        names = ", ".join(shown(words.get(word, word)) for word in known)
+        hint = did_you_mean(value, known)
         raise ValueError(f"{shown(value)} cannot be honoured; known are {names}{hint}")
 
     return convert
@@ -105,28 +106,6 @@ def _share(value: object) -> object:
 # Of these, `no` asks for no evaluation.
 STRATEGIES = ("eval_strategy", "evaluation_strategy")
 
-_dtype = _one_of(
-    bfloat16="bfloat16", bf16="bfloat16", float32="float32", fp32="float32", auto="auto"
-)
-_schedule = _one_of(
-    constant="constant",
-    constant_with_warmup="constant",
-    linear="linear",
-    cosine="cosine",
-    warmup_stable_decay="wsd",
-)
-_ADAMW = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused")
-_known_optimizer = _one_of(**dict.fromkeys(_ADAMW, "adamw"), lion="lion", lion_32bit="lion")
-
-
-def _optimizer(value: object) -> object:
-    if _same("adafactor", value):
-        instead = (
-            "Lion (optimizer.name: lion), or AdamW with int8 moments (optimizer.moments: int8)"
-        )
-        raise ValueError(f"adafactor is not offered; use {instead}")
-    return _known_optimizer(value)
-
 
 def _figure(value: object) -> object:
     if isinstance(value, str) and not value.startswith("eval_"):
@@ -141,9 +120,8 @@ def read_names(path: Path) -> dict[str, Any]:
 
 def same_as(said: Mapping[str, str]) -> dict[str, Alias]:
     """Aliases whose values are our key's. said: names by key."""
-    return {
-        name: Alias(tuple(key.split("."))) for key, names in said.items() for name in names.split()
-    }
+    keys = {name: key for key, names in said.items() for name in names.split()}
+    return {name: Alias(tuple(key.split("."))) for name, key in keys.items()}
 
 
 _SAID = read_names(Path(__file__).with_name("names.toml"))
@@ -156,9 +134,20 @@ def of_each(names: str, meaning: T) -> dict[str, T]:
 
 _PROCESSES = "dataset_num_proc dataset_processes preprocessing_num_workers"
 _TEMPLATE = "chat_template chat_template_path"
-_ANSWERS = "assistant_only_loss completion_only_loss"
-ALIASES: dict[str, Alias] = {
-    **same_as(_SAID["means"]),
+ALIASES: dict[str, Alias] = same_as(_SAID["means"])
+for _names, (_key, _meanings) in _SAID["values"].items():
+    ALIASES |= of_each(_names, Alias(tuple(_key.split(".")), _one_of(_meanings)))
+_OPTIMIZER = ALIASES["optim"]
+
+
+def _optimizer(value: object) -> object:
+    if _same("adafactor", value):
+        instead = "AdamW with int8 moments (optimizer.moments: int8)"
+        raise ValueError(f"adafactor is not offered; use Lion (optimizer.name: lion), or {instead}")
+    return _OPTIMIZER.convert(value)
+
+
+ALIASES |= {
     "adam_beta1": Alias(BETA1),
     "adam_beta2": Alias(BETA2),
     **of_each("per_device_train_batch_size micro_batch_size", Alias(ROWS_PER_DEVICE, _count)),
@@ -169,21 +158,13 @@ ALIASES: dict[str, Alias] = {
     "evals_per_epoch": Alias(("train", "eval_every"), _per_epoch),
     "saves_per_epoch": Alias(("checkpoint", "every"), _per_epoch),
     "max_steps": Alias(("train", "max_steps"), but(-1, None)),
-    **of_each("lr_scheduler_type lr_scheduler", Alias(("train", "schedule"), _schedule)),
     "warmup_ratio": Alias(("train", "warmup"), _share),
     "metric_for_best_model": Alias(("checkpoint", "metric"), _figure),
     "greater_is_better": Alias(("checkpoint", "greater_is_better"), but(None, "auto")),
-    "optim": Alias(("optimizer", "name"), _optimizer),
-    "bf16": Alias(("precision",), _one_of((True, "bfloat16"), (False, "float32"), auto="auto")),
-    "fp8": Alias(("precision",), _one_of((True, "fp8"), (False, "auto"))),
-    **of_each("dtype torch_dtype", Alias(("precision",), _dtype)),
+    "optim": replace(_OPTIMIZER, convert=_optimizer),
     **of_each(_PROCESSES, Alias(("data", "processes"), but(None, "auto"))),
-    **of_each(_ANSWERS, Alias(("data", "train_on"), _one_of((True, "assistant"), (False, "all")))),
-    "train_on_inputs": Alias(("data", "train_on"), _one_of((True, "all"), (False, "assistant"))),
     **dict.fromkeys(STRATEGIES, Alias(("data", "eval"), _evaluation)),
-    "stage": Alias(("method",), _one_of(sft="sft", pt="pretrain")),
     **of_each(_TEMPLATE, Alias(("data", "chat_template"), but("tokenizer_default", None))),
-    **of_each("use_cpu no_cuda", Alias(("device",), _one_of((True, "cpu"), (False, "auto")))),
     "report_to": Alias(("track",), lambda value: [] if value in ("none", ["none"]) else value),
 }
 

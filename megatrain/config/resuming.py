@@ -30,14 +30,8 @@ REFUSED, FLAGGED = (
 _METHODS = (name for name in METHODS if name in SECTIONS)
 FLAGGED |= dict.fromkeys(_METHODS, "the loss is another from here on") | KEPT_OPTIONS
 # Keys whose chosen values a resumed run keeps, or sums would be rounded in another order.
-KEPT_CHOICES = (*KEPT_OPTIONS, "data.packing", "data.date", "precision", "optimizer.moments")
-KEPT_CHOICES += ("compile",)
-PATHS = (
-    *("model.path", "model.config", "data.train", "data.eval", "data.chat_template"),
-    *("eval.prompts", "memory.nvme", "output", "rewards.functions"),
-    *("tools.functions", "tools.environment_factory"),
-    "distill.teacher_model_name_or_path",
-)
+KEPT_CHOICES = (*KEPT_OPTIONS, *_ROWS["kept_choices"].split())
+PATHS = _ROWS["paths"].split()  # keys that name files
 
 
 def asked_again(run_dir: Path, overrides: Sequence[str] | Mapping[str, Any]) -> Config:

@@ -14,7 +14,6 @@ from pydantic import (
     Field,
     PlainSerializer,
     PlainValidator,
-    TypeAdapter,
     ValidationError,
     WithJsonSchema,
     model_serializer,
@@ -454,21 +453,17 @@ def _several(given: object) -> tuple[SourceOptions, ...]:
     return found
 
 
-_SHARE: TypeAdapter[float | int | None] = TypeAdapter(v.ShareOrCount)
-
-
 def _held_out(given: object) -> float | int | tuple[SourceOptions, ...] | None:
     if isinstance(given, str | dict | list | tuple | SourceOptions):
         found = _several(given)
-        if weighty := next((one for one in found if one.weight is not None), None):
-            raise wrong(
-                f"{weighty.path}: a weight is for data.train; every held-out row counts once"
-            )
+        for one in (one for one in found if one.weight is not None):
+            raise wrong(f"{one.path}: a weight is for data.train; every held-out row counts once")
         return found
-    try:
-        return _SHARE.validate_python(given, strict=True)
-    except ValidationError:
-        raise wrong(f"must be {SHARE}, null, {SEVERAL}, not {shown(given)}") from None
+    is_share = isinstance(given, float) and 0 < given < 1
+    is_count = isinstance(given, int) and not isinstance(given, bool) and given >= 1
+    if given is None or is_share or is_count:
+        return given  # type: ignore[return-value]
+    raise wrong(f"must be {SHARE}, null, {SEVERAL}, not {shown(given)}")
 
 
 def _short(value: Any) -> Any:

@@ -263,7 +263,6 @@ Size = Annotated[
     BeforeValidator(parse_size),
     "a size of at least 1 MiB such as 80GiB or 512 MB",
 ]
-ShareOrCount = Annotated[float, Field(gt=0, lt=1)] | Annotated[int, Field(ge=1)] | None
 Columns = Annotated[dict[str, Text], "a mapping of our names to columns"]
 
 # Texts that a key can hold, and the reasons for refusing others that users know.

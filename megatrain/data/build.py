@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatrain.data import show
-from megatrain.data.cache import cached_set, making_set, sets_asked, unreadable
+from megatrain.data.cache import cached_set, make_shards, making_set, sets_asked, unreadable
 from megatrain.data.encoding import PROMPTS_READ, Encoder, RowOptions
 from megatrain.data.files import resolve_name
 from megatrain.data.images import has_changed
@@ -35,7 +35,6 @@ from megatrain.data.rows import (
     permutation,
 )
 from megatrain.data.samples import KINDS, digest_of, name_for
-from megatrain.data.shards import make_shards
 from megatrain.data.sources import Part, Source, open_source
 from megatrain.data.template import CLOCK
 from megatrain.errors import DataError, number_of
@@ -243,9 +242,7 @@ class AskedSet:
         warned += lost_text(counts, LOSSY)
         ways = PROMPTS_READ.get(options.prompts)
         if ways and not ways & counts.wrapped.keys():
-            warned.append(
-                f"data.prompts: {options.prompts} has no effect: no row is of such a form"
-            )
+            warned += [f"data.prompts: {options.prompts} has no effect: no row is of such a form"]
         counts = replace(counts, choices=list(notes), warned=warned)
         return replace(rows, counts=counts, sight=options.sight)
 
@@ -370,8 +367,7 @@ def weighted(rows: TokenRows, parts: Sequence[Part], seed: int) -> TokenRows:
     weights = [Fraction(part.weight) for part in parts if part.weight is not None]
     if not weights:
         return rows
-    ends = np.cumsum(rows.counts.parts)
-    of_part = np.searchsorted(ends, rows.chosen, side="right")
+    of_part = np.searchsorted(np.cumsum(rows.counts.parts), rows.chosen, side="right")
     places = [np.flatnonzero(of_part == number) for number in range(len(parts))]
     if empty := [part.path for part, found in zip(parts, places, strict=True) if not len(found)]:
         raise DataError(f"{empty[0]}: no row of it is left to train on, so it can have no weight")

@@ -24,19 +24,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megatrain.data.samples import Chat, Message, Picture, RowError, schema_texts, shared_length
-from megatrain.data.template import (
-    ANSWERED,
-    CALLING,
-    OWN_WORDS,
-    QUESTION,
-    RESULT,
-    STAND_IN,
-    TOOLS,
-    CharSpan,
-    Scene,
-    Template,
-    with_stand_ins,
-)
+from megatrain.data.template import CALLED, OWN_WORDS, STAND_IN, CharSpan, Scene, Template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,15 +46,6 @@ class Marked:
     wrapping: str = ""  # how a conversation became this text
     keep: CharSpan | None = None  # the characters whose tokens are the row's; None for all
     pictures: tuple[Picture, ...] = ()
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """Characters [start, stop) that the assistant wrote; `rewritten` once other turns follow."""
-
-    start: int
-    stop: int
-    rewritten: bool = False
 
 
 class ChatTemplate:
@@ -91,10 +70,9 @@ class ChatTemplate:
     def stops(self) -> tuple[str, ...]:
         """The tokens that end answers: the usual one first, then what ends a call of a tool."""
         found = [self._template.stop]
-        scene = Scene((QUESTION, CALLING, RESULT, *ANSWERED.turns[1:]), tools=TOOLS)
         try:
-            text, answers = self._answers(scene, [1])
-            found.append(self._template.last_token(text[answers[1].start : answers[1].stop]))
+            text, spans, _ = self._answers(CALLED, [1])
+            found.append(self._template.last_token(text[slice(*spans[1])]))
         except RowError:  # it knows no tools
             pass
         return tuple(dict.fromkeys(token for token in found if token))
@@ -103,35 +81,37 @@ class ChatTemplate:
         """The conversation with the spans of its trained answers, each through its end-of-turn."""
         scene = self._template.scene(chat)
         trained = [i for i, m in enumerate(chat.messages) if m.role == "assistant" and m.trained]
-        text, answers = self._answers(scene, trained)
-        spans = {index: (answer.start, answer.stop) for index, answer in answers.items()}
+        text, spans, rewritten = self._answers(scene, trained)
         of_each = [spans.get(index) for index in range(len(scene.turns))]
         dropped = check_arrival(chat, self._template, text, of_each)
-        notes = (*dropped, *self._endless(text, spans.values()))
-        rewritten = sum(answer.rewritten for answer in answers.values())
-        of_trained = tuple(spans.values())
+        notes, of_trained = (*dropped, *self._endless(text, spans.values())), (*spans.values(),)
         return Marked(text, of_trained, rewritten=rewritten, notes=notes, wrapping=_TEMPLATE)
 
-    def _answers(self, scene: Scene, trained: Sequence[int]) -> tuple[str, dict[int, _Answer]]:
-        """The text, and the answers of these turns, each through a token that ends it."""
+    def _answers(self, scene: Scene, trained: list[int]) -> tuple[str, dict[int, CharSpan], int]:
+        """The text; the characters of the answers of these turns, each through a token that ends
+        it; and how many of them are rewritten once other turns follow."""
         indices = [i for i, turn in enumerate(scene.turns) if turn["role"] == "assistant"]
         text, marked = self._template.render_marked(scene)
         # a message may have several blocks; then they do not tell which is whose
         in_blocks = len(marked) == len(indices)
-        answers: dict[int, _Answer] = {}
+        spans, rewritten = dict[int, CharSpan](), 0
         for index in trained:
-            block = marked[indices.index(index)] if in_blocks else None
-            answer = _Answer(*block) if block else self._answer(scene, index, text)
-            if not self._template.ends(text[answer.start : answer.stop]):
-                text, answer = self._through_next_token(text, answer, index)
-            if answer.start >= answer.stop:
+            if in_blocks:
+                start, stop = marked[indices.index(index)]
+            else:
+                (start, stop), otherwise = self._answer(scene, index, text)
+                rewritten += otherwise
+            if not self._template.ends(text[start:stop]):
+                text, stop = self._through_next_token(text, stop, index)
+            if start >= stop:
                 nothing = "the chat template leaves nothing of this answer"
                 raise RowError(f"messages[{index}]: {nothing}")
-            answers[index] = answer
-        return text, answers
+            spans[index] = start, stop
+        return text, spans, rewritten
 
-    def _answer(self, scene: Scene, index: int, text: str) -> _Answer:
-        """The answer of turn `index`, without the white space behind a token that ends it."""
+    def _answer(self, scene: Scene, index: int, text: str) -> tuple[CharSpan, bool]:
+        """The answer of turn `index`, without the white space behind a token that ends it, and
+        whether it is rewritten once other turns follow."""
         start = self._start(scene.beginning(index), text) if self._template.prompts else None
         stop = self._end_of(scene.beginning(index + 1), text)
         rewritten = stop is None
@@ -141,12 +121,12 @@ class ChatTemplate:
             stop = after + self._tail(scene, index, text[after:]) if stop is None else stop
         if self._template.ends(text[start:stop]):
             stop = start + len(text[start:stop].rstrip())
-        return _Answer(start, stop, rewritten)
+        return (start, stop), rewritten
 
     def _start(self, beginning: Scene, text: str) -> int | None:
         """The end in `text` of what the generation prompt supplies, None if that is not in it. An
         answer may not have all of a prompt, such as its `<think>`."""
-        prompted = self._rendered(beginning, generation_prompt=True)
+        prompted = self._template.tried(beginning, generation_prompt=True)
         if prompted is None or text.startswith(prompted):
             return None if prompted is None else len(prompted)
         before, shared = self._end_of(beginning, text), shared_length(prompted, text)
@@ -154,17 +134,12 @@ class ChatTemplate:
 
     def _end_of(self, beginning: Scene, text: str) -> int | None:
         """Length of what a conversation renders to if `text` begins with it, else None."""
-        rendered = self._rendered(beginning)
+        rendered = self._template.tried(beginning)
         return len(rendered) if rendered is not None and text.startswith(rendered) else None
-
-    def _rendered(self, beginning: Scene, generation_prompt: bool = False) -> str | None:
-        """Render a conversation's beginning; None if it cannot stand alone."""
-        return self._template.tried(beginning, generation_prompt) if beginning.turns else None
 
     def _around(self, scene: Scene, index: int, text: str) -> CharSpan:
         """The characters of `text` that the template made of what turn `index` says."""
-        turn = scene.turns[index]
-        other = with_stand_ins(turn)
+        other = scene.with_stand_ins(index)
         rendered = self._template.render(scene.with_turn(index, other))
         before, _, rest = rendered.partition(STAND_IN)
         after = rest.rpartition(STAND_IN)[2]
@@ -194,7 +169,7 @@ class ChatTemplate:
 
     def _tail(self, scene: Scene, index: int, rest: str) -> int:
         """Number of characters in `rest`, the text behind an answer's texts, that belong to it."""
-        last = with_stand_ins(scene.turns[index])
+        last = scene.with_stand_ins(index)
         ended = self._template.render(scene.beginning(index + 1).with_turn(index, last))
         tail = ended.rpartition(STAND_IN)[2]
         if tail and rest.startswith(tail):
@@ -202,18 +177,18 @@ class ChatTemplate:
         token = self._template.next_token.match(rest)
         return token.end() if token else 0
 
-    def _through_next_token(self, text: str, answer: _Answer, index: int) -> tuple[str, _Answer]:
-        """The text, and the answer with the token behind it, appended to a text that ends here."""
-        if following := self._template.next_token.match(text, answer.stop):
-            return text, _Answer(answer.start, following.end(), answer.rewritten)
-        if text[answer.stop :].strip():
+    def _through_next_token(self, text: str, stop: int, index: int) -> tuple[str, int]:
+        """The text, with a token behind an answer that ends it, and the end of that token."""
+        if following := self._template.next_token.match(text, stop):
+            return text, following.end()
+        if text[stop:].strip():
             raise RowError(
                 f"messages[{index}]: the chat template writes no token after this answer, so the "
                 "model would not learn to stop there; give earlier answers a weight of 0, or use "
                 "another chat template (data.chat_template)"
             )
         text += self._ending(index)
-        return text, _Answer(answer.start, len(text), answer.rewritten)
+        return text, len(text)
 
     def _ending(self, index: int) -> str:
         """The token to append to a conversation whose last answer has none."""

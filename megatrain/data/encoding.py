@@ -18,27 +18,8 @@ from megatrain.data import formats
 from megatrain.data.chat import SYSTEM_ROLES, ChatTemplate, Marked
 from megatrain.data.files import RawRow
 from megatrain.data.images import Sight, picture_of
-from megatrain.data.rows import (
-    CONTEXT,
-    KEEP_START,
-    LOST,
-    Counts,
-    IdArray,
-    MaskArray,
-    Tokens,
-    count_up,
-)
-from megatrain.data.samples import (
-    IMAGES,
-    KINDS,
-    PLAIN,
-    Chat,
-    Document,
-    Picture,
-    RowError,
-    Sample,
-    Text,
-)
+from megatrain.data.rows import CONTEXT, LOST, Counts, IdArray, MaskArray, Tokens, count_up
+from megatrain.data.samples import IMAGES, KINDS, Chat, Document, Picture, RowError, Sample, Text
 from megatrain.data.sources import Source
 from megatrain.data.template import CharSpan
 from megatrain.data.workers import ABOUT_TEMPLATE, begin_row
@@ -60,8 +41,8 @@ class RowOptions:
     text_field: str | None = None  # the column of plain text; None finds it
     columns: Mapping[str, str] | None = None  # that go by another name, ours first
     prompts: str = "text"  # as in `Encoder`
-    kind: str = PLAIN  # as the method trains them; rows of another kind are bad
-    truncation_mode: str = KEEP_START
+    kind: str = "plain"  # as the method trains them; rows of another kind are bad
+    truncation_mode: str = "keep_start"
     split: str | None = None
     vocab_size: int | None = None  # token ids from here on are refused
     day: date | None = None  # that chat templates get as the time; None: today
@@ -112,8 +93,7 @@ class Encoder:
         self.template = ChatTemplate(tokenizer, day) if tokenizer.chat_template else None
 
     def mark(self, sample: Text) -> Marked:
-        """A text and its target characters, with all tokens of its images. Raises RowError if it
-        cannot be rendered."""
+        """A text and its target characters, with all tokens of its images. Raises RowError."""
         marked = self._mark(sample)
         if self.sight is None:
             return marked
@@ -163,12 +143,10 @@ class Encoder:
         add_special = not self._has_bos(text)
         return Marked(text, spans, add_special=add_special, eos=True, wrapping=wrapping)
 
-    def encode(
-        self, batch: Sequence[Marked], lossy: set[int] | None = None
-    ) -> list[tuple[IdArray, MaskArray]]:
+    def encode(self, batch: Sequence[Marked], lossy: set[int] | None = None) -> list[Tokens]:
         """Ids (int32 [tokens]) and target mask (bool [tokens]) of each text, in order, uncut.
         lossy: gets the numbers of texts of which the tokenizer loses a part."""
-        encoded: dict[int, tuple[IdArray, MaskArray]] = {}
+        encoded: dict[int, Tokens] = {}
         for add_special in (False, True):
             chosen = [i for i, marked in enumerate(batch) if marked.add_special == add_special]
             if not chosen:
@@ -188,16 +166,18 @@ class Encoder:
                     lossy.add(i)
         return [encoded[i] for i in range(len(batch))]
 
-    def _finish(
-        self, marked: Marked, ids: list[int], offsets: list[CharSpan]
-    ) -> tuple[IdArray, MaskArray]:
+    def _finish(self, marked: Marked, ids: list[int], offsets: list[CharSpan]) -> Tokens:
         mask = np.ones(len(ids), np.bool_)
         if marked.spans is not None:
             mask = target_mask(offsets, marked.spans)
         tokens = np.asarray(ids, np.int32)
         if marked.keep != (0, len(marked.text)) and marked.keep is not None:
-            chosen = tokens_in(offsets, marked.keep)
-            tokens, mask = tokens[chosen], mask[chosen]
+            # a token begins where the one before ended: so it belongs to one piece of a document,
+            # white space in front of it included
+            stops = np.asarray(offsets, np.int64).reshape(-1, 2)[:, 1]
+            begins = np.maximum.accumulate(np.concatenate([[0], stops]))[:-1]
+            kept = (begins >= marked.keep[0]) & (begins < marked.keep[1])
+            tokens, mask = tokens[kept], mask[kept]
         if marked.eos and (not len(tokens) or tokens[-1] != self.eos):
             tokens, mask = np.append(tokens, np.int32(self.eos)), np.append(mask, True)
         elif marked.eos:
@@ -258,14 +238,6 @@ def target_mask(offsets: Sequence[CharSpan], spans: Sequence[CharSpan]) -> MaskA
     for start, stop in spans:
         mask |= (starts < stop) & (stops > start)
     return mask
-
-
-def tokens_in(offsets: Sequence[CharSpan], piece: CharSpan) -> MaskArray:
-    """Tokens of a text that begin in a piece of it, as bool [tokens]. Each begins where the one
-    before ended: so it belongs to one piece, white space in front of it included."""
-    stops = np.asarray(offsets, np.int64).reshape(-1, 2)[:, 1]
-    begins = np.maximum.accumulate(np.concatenate([[0], stops]))[:-1]
-    return (begins >= piece[0]) & (begins < piece[1])
 
 
 BATCH_ROWS = 256  # that a worker encodes at a time
@@ -357,7 +329,11 @@ def encode_batch(
         for ids, _ in sides:
             counts.saw(int(ids.max()) if len(ids) else -1, raw.where)
             counts.unknown += int((ids == encoder.unknown).sum())
-        _count(texts, counts)
+        counts.rewritten_turns += sum(text.rewritten for text in texts)
+        notes = (note for text in texts for note in text.notes)
+        count_up(counts.notes, dict.fromkeys(notes, 1))  # once where it holds for both sides
+        if wrapping := texts[0].wrapping:
+            count_up(counts.wrapped, {wrapping: 1})
         begin_row(number)
         pictures = texts[0].pictures
         if pictures and any(len(ids) > (options.seq_len or len(ids)) for ids, _ in sides):
@@ -408,15 +384,6 @@ def about_row(batch: RawBatch, number: int) -> tuple[str, str]:
         return f"{where}: the tokenizer", "for them; use another, or take out the row"
     before, after = ABOUT_TEMPLATE
     return f"{batch.rows[number].where}: {before}", after
-
-
-def _count(texts: Sequence[Marked], counts: Counts) -> None:
-    """Count notes about a row, each once where it holds for both sides."""
-    for text in texts:
-        counts.rewritten_turns += text.rewritten
-    count_up(counts.notes, dict.fromkeys((note for text in texts for note in text.notes), 1))
-    if wrapping := texts[0].wrapping:
-        count_up(counts.wrapped, {wrapping: 1})
 
 
 def _begun_alike(sides: tuple[Tokens, ...]) -> tuple[Tokens, ...]:

@@ -218,8 +218,10 @@ def read_table(path: Path) -> Iterator[RawRow]:
             places = json_in(pyarrow.struct(batch.schema))
             for start in range(0, len(batch), TABLE_ROWS):
                 part = batch.slice(start, TABLE_ROWS)
-                if part.nbytes > LINE_BYTES:
-                    _check_rows(part, f"{path} row", number)
+                for place in range(len(part) if part.nbytes > LINE_BYTES else 0):
+                    if part.slice(place, 1).nbytes > LINE_BYTES:
+                        size = f"over {LINE_BYTES >> 20} MiB; a row's text must be shorter"
+                        raise DataError(f"{path} row {number + place + 1}: {size}")
                 for row in part.to_pylist():
                     number += 1
                     value = without_nulls(row, places, json_value)
@@ -228,14 +230,6 @@ def read_table(path: Path) -> Iterator[RawRow]:
     except (pyarrow.ArrowException, ValueError, KeyError, MemoryError) as error:
         kind, reason = type_of(path)[1:].capitalize(), str(error).splitlines()[0]
         raise DataError(f"{path}: broken {kind} after row {number}: {reason}") from error
-
-
-def _check_rows(part: Any, name: str, before: int) -> None:
-    """Raise DataError for a row of a table's part that holds more than LINE_BYTES."""
-    for number in range(len(part)):
-        if part.slice(number, 1).nbytes > LINE_BYTES:
-            advice = "a row's text must be shorter"
-            raise DataError(f"{name} {before + number + 1}: over {LINE_BYTES >> 20} MiB; {advice}")
 
 
 def json_in(kind: Any) -> Any:
@@ -305,13 +299,20 @@ class Named:
     def folder(self) -> Path | None:
         return self.paths[0] if self.paths and self.paths[0].is_dir() else None
 
+    @property
+    def is_saved(self) -> bool:
+        """True if `save_to_disk` wrote the folder."""
+        with if_forbidden(DataError, self.paths[0]):
+            names = {found.name for found in self.paths[0].iterdir()}
+        return any(marks <= names for marks in SAVED)
+
 
 def check_source(spec: str) -> None:
     """Raises DataError unless `spec` names a file or files of known types, a folder that holds
     such, or a name that the hub knows. Takes HUB_TIMEOUT_S at most."""
     named = resolve_name(spec)
     if folder := named.folder:
-        if not is_saved(folder):
+        if not named.is_saved:
             files_in(folder)
     elif not named.paths:
         _ask_hub(named)
@@ -352,13 +353,6 @@ def parse_hub_spec(spec: str) -> tuple[str, str | None, str | None]:
         raise DataError(f"{spec}: expected {forms}")
     config = parts[1] if len(parts) == 3 else None
     return parts[0], config, parts[-1] if len(parts) > 1 else None
-
-
-def is_saved(folder: Path) -> bool:
-    """True if `save_to_disk` wrote the folder."""
-    with if_forbidden(DataError, folder):
-        names = {found.name for found in folder.iterdir()}
-    return any(marks <= names for marks in SAVED)
 
 
 def files_in(folder: Path) -> tuple[list[Path], list[Path]]:

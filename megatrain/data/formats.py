@@ -94,9 +94,7 @@ def from_prompt_completion(row: Row) -> Chats:
     return (exchange(row, asked, answer, plain),)
 
 
-def exchange(
-    row: Row, asked: Messages, answer: Messages, plain: tuple[str, str] | None = None
-) -> Chat:
+def exchange(row: Row, asked: Messages, answer: Messages, plain: tuple[str, str] | None) -> Chat:
     """A prompt, which is context only, and its answer; `plain` where both are texts."""
     context = (replace(turn, trained=False) for turn in asked)
     return replace(chat_of(row, (*context, *answer), plain), literal=plain is not None)
@@ -149,10 +147,6 @@ def from_ranking(row: Row) -> Chats:
     """A conversation up to its last question, and two answers."""
     filled_list(row, "conversations")
     return _of_prompt(row, "conversations")
-
-
-def from_alpaca_ranking(row: Row) -> Chats:
-    return tuple(_last_alone(*from_alpaca(row, name)) for name in _ANSWERS)
 
 
 def from_implicit(row: Row) -> Chats:
@@ -224,8 +218,7 @@ def _of_texts(row: Row) -> Chats:
     for name, text in zip(_ANSWERS, texts, strict=True):
         if not text[start:].strip():
             raise RowError(f"field {name!r}: holds no answer behind the prompt")
-    asked = (Message("user", prompt),)
-    sides = [(asked, (Message("assistant", text[start:]),)) for text in texts]
+    sides = [((Message("user", prompt),), (Message("assistant", text[start:]),)) for text in texts]
     return _pair(row, sides, _ANSWERS[0])
 
 
@@ -237,8 +230,7 @@ def _of_conversations(row: Row) -> Chats:
             "fields 'chosen' and 'rejected' have no turn in common to begin with, so there is no "
             "prompt in them; give it in a column 'prompt'"
         )
-    sides = [(side[:start], side[start:]) for side in (chosen, rejected)]
-    return _pair(row, sides, _ANSWERS[0])
+    return _pair(row, [(side[:start], side[start:]) for side in (chosen, rejected)], _ANSWERS[0])
 
 
 def _pair(row: Row, sides: Sequence[tuple[Messages, Messages]], prompt: str) -> Chats:
@@ -305,19 +297,16 @@ def _is_whole(value: object) -> bool:
     return value[0].get("role", value[0].get("from")) in ("system", "user", "human", "developer")
 
 
-_PAIRS, _JUDGED = (
-    f"{KINDS[kind].what} are for method: {KINDS[kind].methods}" for kind in (PAIRS, JUDGED)
-)
-_GRADED = "grades of single answers are not read; make pairs of these, for method: reward"
-_MARGIN = "margins between two answers are for method: reward"
+_OTHERS = (KINDS[PAIRS], KINDS[JUDGED])
+_PAIRS, _JUDGED = (f"{kind.what} are for method: {kind.methods}" for kind in _OTHERS)
 _NOT_SEEN = "videos and sounds are not read; leave the row out, or name its frames as images"
 _NO_PLACE = "a row of this format has no place for it"
 # Columns that change what a row teaches, and why a format that does not read one refuses the row.
 MATTERS = {
     **dict.fromkeys(_ANSWERS, _PAIRS),
     **dict.fromkeys(LABELS, _JUDGED),
-    "score": _GRADED,
-    "margin": _MARGIN,
+    "score": "grades of single answers are not read; make pairs of these, for method: reward",
+    "margin": "margins between two answers are for method: reward",
     "weight": "rows have no weights; leave the row out, or give its turns a weight of 0",
     **dict.fromkeys(MEDIA, _NOT_SEEN),
     **dict.fromkeys(IMAGES, NO_IMAGES),
@@ -357,7 +346,10 @@ ROW_FORMATS = {
     "preference": RowFormat(("prompt", *_ANSWERS), from_preference, kinds=(PAIRS,)),
     "ranking": RowFormat(("conversations", *_ANSWERS), from_ranking, kinds=(PAIRS,)),
     "alpaca_ranking": RowFormat(
-        ("instruction", *_ANSWERS), from_alpaca_ranking, ABOUT_ALPACA, kinds=(PAIRS,)
+        ("instruction", *_ANSWERS),
+        lambda row: tuple(_last_alone(*from_alpaca(row, name)) for name in _ANSWERS),
+        ABOUT_ALPACA,
+        kinds=(PAIRS,),
     ),
     "implicit_prompt": RowFormat(_ANSWERS, from_implicit, kinds=(PAIRS,)),
 }
@@ -387,9 +379,8 @@ def convert_row(
     find: Callable[[object], Picture] | None = None,
 ) -> Sample:
     """A checked sample of a row of this format. pretrain: documents are trained on whatever their
-    labels and scores. found: by the row's columns; the user named it otherwise. find: opens images,
-    where they are read. Raises RowError, also for a column of MATTERS that the format does not
-    read."""
+    labels and scores. found: by the row's columns; else the user named it. find: opens images,
+    where they are read. Raises RowError, also for a column of MATTERS that it does not read."""
     if not isinstance(row, Mapping):
         raise RowError(f"expected an object, found {type_name(row)}")
     form, about = ROW_FORMATS[name], ABOUT_DOCUMENTS if pretrain and name == "text" else ()

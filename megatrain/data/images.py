@@ -252,8 +252,7 @@ class Sight:
 
 
 def _processor(folder: Path, images: Any, tokenizer: PreTrainedTokenizerBase, family: str) -> Any:
-    """The folder's processor, of texts and images alone: those of videos and sounds want further
-    packages."""
+    """The folder's processor, of texts and images alone: of others it wants further packages."""
     import transformers
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 

@@ -284,7 +284,7 @@ class Loader:
             stop = self._step_end(ends, at.index, left, at_least=0 if parts else 1)
             if stop > at.index:
                 parts.append((rows, order[at.index : stop]))
-                left -= _up_to(ends, stop) - _up_to(ends, at.index)
+                left -= int(ends[stop] - ends[at.index])
             if stop < len(rows):
                 at = replace(at, index=stop)
                 break
@@ -298,8 +298,8 @@ class Loader:
 
     def _step_end(self, ends: IndexArray, index: int, size: int, at_least: int = 1) -> int:
         """One past the last row of a step that begins with row `index` and has room for `size`."""
-        stop = int(np.searchsorted(ends, _up_to(ends, index) + size, side="right"))
-        return min(max(index + at_least, stop), len(ends))
+        stop = int(np.searchsorted(ends, ends[index] + size, side="right")) - 1
+        return min(max(index + at_least, stop), len(ends) - 1)
 
     def _step_ends(self, position: Position) -> Iterator[int]:
         """One past the last row of each step from `position` to the end of its epoch."""
@@ -310,13 +310,13 @@ class Loader:
             yield index
 
     def _order_of(self, epoch: int, window: int = 0) -> tuple[IndexArray, IndexArray]:
-        """The epoch's rows in order, or the window's in it, and the running count along it of what
-        steps are sized in, tokens or rows; int64 [rows]."""
+        """The epoch's rows in order, or the window's in it, int64 [rows]; and the running count
+        before each row, and behind all, of what steps are sized in: tokens or rows, int64."""
         rows = self._window(window) if window else self.rows
         assert rows is not None
         order = permutation(len(rows), self.seed, epoch, window)
         sizes = np.ones_like(order) if self.rows_per_step else rows.lengths[order]
-        return order, np.cumsum(sizes)
+        return order, np.concatenate([[0], np.cumsum(sizes)])
 
     def _epoch_rows(self, epoch: int) -> int:
         """Rows of this epoch that are trained on: all, or a share in a fraction of an epoch."""
@@ -333,8 +333,3 @@ class Loader:
         if self.max_steps is not None and position.step >= self.max_steps:
             return True
         return self.windows is None and position.index >= self._epoch_rows(position.epoch)
-
-
-def _up_to(counts: IndexArray, index: int) -> int:
-    """The running count before row `index`."""
-    return int(counts[index - 1]) if index else 0

@@ -30,8 +30,7 @@ ReferenceArray = npt.NDArray[np.float64]
 @dataclass(frozen=True)
 class RowRun:
     """Sequences that may share a micro-batch, the longest first: tokens of each with its padding,
-    if it is the first of its micro-batch, and its examples. The first `twos` come in twos, never
-    apart."""
+    if it is the first of its micro-batch, and its examples. The first `twos` are two by two."""
 
     lengths: list[int]
     examples: list[list[int]]
@@ -76,8 +75,7 @@ def _runs_of_pairs(lengths: IndexArray, pack_to: int | None, regimes: Regimes) -
         apart = members if pack_to is None else members[lengths[members].sum(1) > pack_to]
         sequences = [[2 * pair + side] for pair in apart.tolist() for side in (0, 1)]
         if pack_to is None:
-            widths = np.repeat(longer[members], 2).tolist()
-            yield RowRun(widths, sequences, twos=len(sequences))
+            yield RowRun(np.repeat(longer[members], 2).tolist(), sequences, twos=len(sequences))
             continue
         twos = len(sequences)
         both = lengths.sum(1)
@@ -242,9 +240,7 @@ def collate(
     return {name: torch.from_numpy(array) for name, array in arrays.items()} | of_images
 
 
-def _of_images(
-    rows: Rows, sequences: Sequence[Sequence[int]], ids: npt.NDArray[np.int64]
-) -> MicroBatch:
+def _of_images(rows: Rows, sequences: Sequence[Sequence[int]], ids: IndexArray) -> MicroBatch:
     """Tensors that the model's forward takes for images of these sequences, if there are any."""
     if not isinstance(rows, TokenRows) or rows.images is None or rows.sight is None:
         return {}

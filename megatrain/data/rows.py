@@ -155,8 +155,7 @@ class Joined:
 class TokenRows:
     """Rows `chosen` of flat arrays: sequence i is [offsets[i], offsets[i + 1]), and those from i *
     sides on are row i's. A row is one sequence, or two: the answers of a pair, the chosen one
-    first, or a judged answer and its mismatch, which is the same prompt with the answer of another
-    row."""
+    first, or a judged answer and its mismatch: the same prompt with another row's answer."""
 
     ids: IdArray | Joined
     mask: MaskArray | Joined
@@ -237,8 +236,7 @@ class TokenRows:
         return [Picture(*one) for one in json.loads(found)]
 
     def image_tokens(self) -> tuple[float, float, float]:
-        """The share of all tokens that are of images, the most of any sequence, and the tokens of
-        an image."""
+        """The share of tokens that are of images, the most of a sequence, and tokens per image."""
         if self.images is None or self.sight is None:
             return 0.0, 0.0, 1.0
         end = int(self.offsets[-1])
@@ -334,14 +332,13 @@ class PackedRows:
         return self._tokens % self.seq_len
 
     def __len__(self) -> int:
-        return self._tokens // self.seq_len + (self.remainder >= 2)
+        return len(self.lengths)
 
     @cached_property
     def lengths(self) -> IndexArray:
-        lengths = np.full(len(self), self.seq_len, np.int64)
-        if self.remainder >= 2:
-            lengths[-1] = self.remainder
-        return lengths
+        last = [self.remainder] if self.remainder >= 2 else []
+        whole = np.full(self._tokens // self.seq_len, self.seq_len)
+        return np.concatenate([whole, last]).astype(np.int64)
 
     @property
     def side_lengths(self) -> IndexArray:
@@ -409,7 +406,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 CUT_SHARE = 0.1  # of all tokens; more of them cut off is worth a warning
 _ENOUGH = 0.99  # of all tokens, which the advised seq_len keeps
 MOST_CUT = 0.5  # of all tokens; of more, somebody has to choose how they are cut
-KEEP_START, KEEP_END, CONTEXT, DROP = "keep_start", "keep_end", "context", "drop"
+KEEP_END, CONTEXT, DROP = "keep_end", "context", "drop"  # else the start is kept
 Tokens = tuple[IdArray, MaskArray]
 
 
@@ -467,7 +464,7 @@ def lost_text(counts: Counts, above: float) -> list[str]:
     return [f"the tokenizer does not know this text: {' and '.join(found)}"] if found else []
 
 
-def cut_warnings(counts: Counts, seq_len: int | None, mode: str = KEEP_START) -> list[str]:
+def cut_warnings(counts: Counts, seq_len: int | None, mode: str) -> list[str]:
     """A warning where the cuts take more than CUT_SHARE of the tokens, or a part of an answer."""
     share = counts.cut_share
     if seq_len is None or not (counts.cut_answers or share > CUT_SHARE):

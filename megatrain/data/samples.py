@@ -215,18 +215,18 @@ def turns_of(turns: list[object], name: str) -> tuple[Message, ...]:
 def _openai_turn(turn: Row, place: str) -> tuple[Message, list[str]]:
     """The message of a turn, and the names of its fields that nobody reads. Raises RowError."""
     role = ROLES[one_of(ROLES, turn, "role", place)]
-    calls = calls_of(turn, place)
+    called = next((name for name in reversed(CALLS) if is_given(turn.get(name))), None)
+    calls = [] if called is None else parsed_calls(turn[called], label(called, place))
     if calls and role != "assistant":
         raise RowError(f"{place}.tool_calls: only the assistant's turns have calls")
-    content, images = _content(turn, place, role in MAY_BE_EMPTY, calls != [])
+    content, images, unread = _content(turn, place, role in MAY_BE_EMPTY, calls != [])
     others = [key for key in turn if key not in ("role", "content", *FLAGS, *CALLS)]
     # texts such as `name` or `reasoning_content` are for the template; the rest is metadata
     texts = [key for key in others if isinstance(turn[key], str)]
     extra: dict[str, Any] = {key: text_value(turn, key, place, may_be_empty=True) for key in texts}
-    unread = [key for key in others if key not in extra and is_given(turn[key])]
+    unread += [key for key in others if key not in extra and is_given(turn[key])]
     extra |= {"tool_calls": calls} if calls else {}
-    message = Message(role, content, _trained(turn, role, place), extra, images)
-    return message, [*unread, *_unread_of_parts(turn)]
+    return Message(role, content, _trained(turn, role, place), extra, images), unread
 
 
 def _sharegpt_turn(turn: Row, place: str) -> tuple[Message, list[str]]:
@@ -242,17 +242,22 @@ def _sharegpt_turn(turn: Row, place: str) -> tuple[Message, list[str]]:
     return message, [key for key in turn if key not in read and is_given(turn[key])]
 
 
-def _content(turn: Row, place: str, may_be_empty: bool, calls: bool) -> tuple[str, tuple[Any, ...]]:
-    """A string, or OpenAI's list of parts, and the images among these; empty where a turn has calls
-    and no content."""
+def _content(
+    turn: Row, place: str, may_be_empty: bool, calls: bool
+) -> tuple[str, tuple[Any, ...], list[str]]:
+    """A string, or the texts of OpenAI's list of parts; the images among these, and their fields
+    that nobody reads. Empty where a turn has calls and no content."""
     parts = turn.get("content")
     if calls and not is_given(parts):
-        return "", ()
+        return "", (), []
     if not isinstance(parts, list):
-        return text_value(turn, "content", place, may_be_empty), ()
-    texts, images = list[str](), list[Any]()
+        return text_value(turn, "content", place, may_be_empty), (), []
+    texts, images, unread = list[str](), list[Any](), list[str]()
     for part_place, part in _numbered(parts, f"{place}.content"):
-        if (kind := part.get("type")) in IMAGE_PARTS:
+        kind = part.get("type")
+        read = ("type", *(IMAGE_KEYS if kind in IMAGE_PARTS else ("text",)))
+        unread += [f"content[].{key}" for key in part if key not in read and is_given(part[key])]
+        if kind in IMAGE_PARTS:
             named = {key: part[key] for key in IMAGE_KEYS if part.get(key) is not None}
             if len(named.keys() - {"path", "bytes"}) > 1:
                 raise RowError(f"{part_place}: names an image by {' and '.join(named)}; keep one")
@@ -265,19 +270,8 @@ def _content(turn: Row, place: str, may_be_empty: bool, calls: bool) -> tuple[st
         for flag in (name for name in FLAGS if is_given(part.get(name))):
             raise RowError(f"{part_place}.{flag}: {_PARTS}")
         texts.append(text_value(part, "text", part_place, may_be_empty))
-    return text_value({"content": "".join(texts)}, "content", place, may_be_empty), tuple(images)
-
-
-def _unread_of_parts(turn: Row) -> list[str]:
-    """Fields of a content's text parts that nobody reads."""
-    content = turn.get("content")
-    return [
-        f"content[].{key}"
-        for part in (content if isinstance(content, list) else [])
-        for key, value in part.items()
-        if key not in ("type", *(IMAGE_KEYS if part.get("type") in IMAGE_PARTS else ("text",)))
-        and is_given(value)
-    ]
+    text = text_value({"content": "".join(texts)}, "content", place, may_be_empty)
+    return text, tuple(images), unread
 
 
 def _trained(turn: Row, role: str, place: str) -> bool:
@@ -316,12 +310,6 @@ def tools_of(row: Row, bare: bool = False) -> tuple[Tool, ...]:
     return tuple(tools)
 
 
-def calls_of(turn: Row, place: str) -> list[dict[str, Any]]:
-    """The calls of an assistant's turn, their arguments as objects. Raises RowError."""
-    given = next((name for name in reversed(CALLS) if is_given(turn.get(name))), None)
-    return [] if given is None else parsed_calls(turn[given], label(given, place))
-
-
 def parsed_calls(value: object, place: str) -> list[dict[str, Any]]:
     """Calls, or one call, as objects or JSON text, with or without a `function` around name and
     arguments. Raises RowError."""
@@ -333,9 +321,15 @@ def parsed_calls(value: object, place: str) -> list[dict[str, Any]]:
         if not isinstance(function, Mapping):
             raise RowError(f"{where}.function: expected an object, found {type_name(function)}")
         name = text_value(function, "name", where)
-        arguments = _arguments(function.get("arguments"), f"{where}.arguments")
+        given = function.get("arguments")
+        if not is_given(given) or (isinstance(given, str) and not given.strip()):
+            given = {}
+        arguments = _parsed(given, f"{where}.arguments")
+        if not isinstance(arguments, Mapping):
+            found = f"an object or JSON text of one, found {type_name(arguments)}"
+            raise RowError(f"{where}.arguments: expected {found}")
         kind = wrapped.get("type") or "function"
-        function = {**function, "name": name, "arguments": arguments}
+        function = {**function, "name": name, "arguments": dict(arguments)}
         calls.append({**wrapped, "type": kind, "function": function})
     return calls
 
@@ -351,15 +345,6 @@ def schema_texts(value: object) -> Iterator[str]:
 
 def _function(function: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": dict(function)}
-
-
-def _arguments(value: object, place: str) -> dict[str, Any]:
-    if not is_given(value) or (isinstance(value, str) and not value.strip()):
-        return {}
-    found = _parsed(value, place)
-    if not isinstance(found, Mapping):
-        raise RowError(f"{place}: expected an object or JSON text of one, found {type_name(found)}")
-    return dict(found)
 
 
 def _objects(value: object, place: str) -> list[Mapping[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -12,19 +11,11 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from megatrain.data.files import (
-    Named,
-    RawRow,
-    files_in,
-    is_saved,
-    json_in,
-    numbered,
-    read_file,
-    resolve_name,
-)
+from megatrain.data.files import Named, RawRow, files_in, json_in, numbered, read_file, resolve_name
 from megatrain.data.samples import digest_of, unpadded, without_nulls
 from megatrain.errors import DataError
 
@@ -125,9 +116,8 @@ def _several(parts: Sequence[Part], split: str | None, streaming: bool) -> Sourc
                 yield replace(row, part=number, format=part.format)
 
     name = opened[0].name + (f" and {len(parts) - 1} more" if len(parts) > 1 else "")
-    formats = [part.format for part in parts]
-    identity = json.dumps([[source.identity for source in opened], formats])
-    notes = tuple(itertools.chain.from_iterable(source.notes for source in opened))
+    identity = json.dumps([[source.identity for source in opened], [part.format for part in parts]])
+    notes = tuple(chain.from_iterable(source.notes for source in opened))
     sizes = [source.size for source in opened]
     size = None if None in sizes else sum(filter(None, sizes))
     return Source(name, identity, read, notes, tuple(source.name for source in opened), size)
@@ -141,7 +131,7 @@ def _named(named: Named, split: str | None, streaming: bool) -> Source:
     import datasets
 
     if folder := named.folder:
-        if not is_saved(folder):
+        if not named.is_saved:
             return _folder(spec, named, split)
         if named.config is not None:
             raise DataError(f"{spec}: a folder of save_to_disk has splits only, no configurations")
@@ -239,9 +229,7 @@ def _inside(folder: Path, file: Path) -> str:
 def _files(name: str, files: list[Path]) -> Source:
     identity = json.dumps([(str(path.resolve()), *_content_of(path)) for path in files])
     size = sum(path.stat().st_size for path in files)
-    return Source(
-        name, identity, lambda: itertools.chain.from_iterable(map(read_file, files)), size=size
-    )
+    return Source(name, identity, lambda: chain.from_iterable(map(read_file, files)), size=size)
 
 
 def _content_of(path: Path) -> tuple[object, ...]:
@@ -269,11 +257,9 @@ def _data_set(name: str, found: DataSet, split: str | None = None) -> Source:
 
     def read() -> Iterator[RawRow]:
         # Python values, not tensors or arrays; a transform of the user's own stays
-        forms = (
-            rows if rows.format["type"] == "custom" else rows.with_format(None) for rows in chosen
-        )
+        forms = (one if one.format["type"] == "custom" else one.with_format(None) for one in chosen)
         with _in_one_sentence(f"{name}: broken data set"):
-            yield from numbered(itertools.chain.from_iterable(map(_as_written, forms)), name, 1)
+            yield from numbered(chain.from_iterable(map(_as_written, forms)), name, 1)
 
     # the only name that `datasets` has for "these very rows"
     identity = json.dumps([name, *(rows._fingerprint for rows in chosen)])

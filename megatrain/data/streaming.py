@@ -143,8 +143,7 @@ class Stream:
         while windows is None or len(self._known) < windows:
             if self.window(len(self._known)) is None:
                 break
-        digests = " ".join(digest for _, digest in self._known[:windows])
-        return digest_of(digests, 8)
+        return digest_of(" ".join(digest for _, digest in self._known[:windows]), 8)
 
     def used(self, position: Position) -> str:
         """The share of the set that was trained on up to there, in words."""
@@ -169,8 +168,7 @@ class Stream:
             if (rows := self._find(number)) is not None:
                 return rows
             if over:
-                self._writer.check()
-                raise unreadable(self._asked.folder / name_of(number))
+                raise self._writer.error or unreadable(self._asked.folder / name_of(number))
             self._writer.begin()
             over = self._writer.is_over(LOOKED_EVERY_S)  # then all that it wrote is there
             may_end_here()
@@ -193,13 +191,13 @@ class Stream:
 
 class Writer:
     """A process that makes a set after `begin`, and ends with this object at the latest. It is
-    there from now on: later memory is pinned and CUDA runs."""
+    there from now on: later memory is pinned and CUDA runs. error: what ended it, if not well."""
 
     def __init__(self, asked: AskedSet) -> None:
         self._state = shared_numbers()  # its signs of life, and what it has read
         self._state[1] = beats(DATA_READ)
         self._seen, self._begun, self._over = self._state[:2].tolist(), False, False
-        self._error: Exception | None = None
+        self.error: Exception | None = None
         child, self._ours = start_child(partial(self._serve, asked), "remove data.streaming")
         self.close = weakref.finalize(self, _end, child, os.getpid())
 
@@ -214,18 +212,13 @@ class Writer:
         if not self._over and self._ours.poll(seconds):
             self._over = True
             try:
-                self._error = self._ours.recv()
+                self.error = self._ours.recv()
             except (EOFError, OSError):
-                self._error = MegaTrainError(
+                self.error = MegaTrainError(
                     "the process that tokenises rows was ended from outside, perhaps because RAM "
                     "ran out; start again: what was done is kept"
                 )
         return self._over
-
-    def check(self) -> None:
-        """Raise what ended it, if it did not end well."""
-        if self._error is not None:
-            raise self._error
 
     def pass_on(self) -> None:
         """Give signs of life for it, as many as it gave since the last call."""

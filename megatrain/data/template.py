@@ -56,6 +56,18 @@ class Scene:
         """The same with another turn in this place."""
         return replace(self, turns=(*self.turns[:index], turn, *self.turns[index + 1 :]))
 
+    def with_stand_ins(self, index: int) -> dict[str, Any]:
+        """An assistant's turn with another text for what it says, and for the tools' names."""
+        turn = self.turns[index]
+        said: dict[str, Any] = {n: STAND_IN for n in ("content", *OWN_WORDS) if turn.get(n)}
+        if "</think>" in (turn["content"] or ""):  # some templates take it apart there
+            said["content"] = f"<think>\n{STAND_IN}\n</think>\n\n{STAND_IN}"
+        if calls := turn.get("tool_calls"):
+            said["tool_calls"] = [
+                {**call, "function": {**call["function"], "name": STAND_IN}} for call in calls
+            ]
+        return {**turn, **said}
+
 
 QUESTION = {"role": "user", "content": "question"}
 ANSWERED = Scene((QUESTION, {"role": "assistant", "content": STAND_IN}))
@@ -81,6 +93,7 @@ CALLING: dict[str, Any] = {
     # some templates insist on ids of 9 characters
     "tool_calls": [{"type": "function", "id": "abcdefghi", "function": CALL}],
 }
+CALLED = Scene((QUESTION, CALLING, RESULT, *ANSWERED.turns[1:]), tools=TOOLS)
 
 
 def _with_arguments(calls: Any, as_text: bool) -> list[dict[str, Any]]:
@@ -91,30 +104,16 @@ def _with_arguments(calls: Any, as_text: bool) -> list[dict[str, Any]]:
     return found
 
 
-def with_stand_ins(turn: dict[str, Any]) -> dict[str, Any]:
-    """An assistant's turn with another text in place of what it says, and of the tools' names."""
-    said: dict[str, Any] = {name: STAND_IN for name in ("content", *OWN_WORDS) if turn.get(name)}
-    if "</think>" in (turn["content"] or ""):  # some templates take it apart there
-        said["content"] = f"<think>\n{STAND_IN}\n</think>\n\n{STAND_IN}"
-    if calls := turn.get("tool_calls"):
-        said["tool_calls"] = [
-            {**call, "function": {**call["function"], "name": STAND_IN}} for call in calls
-        ]
-    return {**turn, **said}
-
-
 def in_parts(turns: Iterable[Mapping[str, Any]], all_turns: bool = True) -> list[dict[str, Any]]:
     """Turns whose texts are lists of parts, or those alone that have images."""
     found = [{**turn} for turn in turns]
     for turn in found:
         content = turn.get("content")
         if isinstance(content, str) and (all_turns or MARK in content):
-            turn["content"] = []
+            parts = turn["content"] = []
             for number, text in enumerate(content.split(MARK)):
-                if number:
-                    turn["content"].append({"type": "image"})
-                if text or MARK not in content:
-                    turn["content"].append({"type": "text", "text": text})
+                parts += [{"type": "image"}] if number else []
+                parts += [{"type": "text", "text": text}] if text or MARK not in content else []
     return found
 
 
@@ -153,9 +152,9 @@ class Template:
         return self._run(scene, self.wanted(scene.turns), generation_prompt)[0]
 
     def tried(self, scene: Scene, generation_prompt: bool = False) -> str | None:
-        """As `render`; None where the template refuses it."""
+        """As `render`; None where the template refuses it, or it has no turns."""
         with suppress(RowError):
-            return self.render(scene, generation_prompt)
+            return self.render(scene, generation_prompt) if scene.turns else None
         return None
 
     def render_marked(self, scene: Scene) -> tuple[str, list[CharSpan]]:
@@ -223,8 +222,7 @@ class Template:
     def stop(self) -> str | None:
         """The token that ends an answer, else the one with which the next turn begins, if any."""
         ending = self._ending.match(self._behind_answer(ANSWERED))
-        following = self.next_token.match(self._behind_answer(FOLLOWED))
-        found = ending or following
+        found = ending or self.next_token.match(self._behind_answer(FOLLOWED))
         return found[1] if found else None
 
     def last_token(self, text: str) -> str | None:

@@ -143,7 +143,8 @@ class Team(Generic[Item, Result]):
     def _reason(self, worker: _Worker, item: Item) -> MegaTrainError:
         """The error for a worker that has ended by itself."""
         pid, worker.pid = worker.pid, 0
-        code = _exit_code_of(pid)
+        # 0: it ended with an earlier item, whose error is raised; waitpid(0) waits for any child
+        code = _exit_code_of(pid) if pid else None
         if code == -signal.SIGKILL:
             return MegaTrainError(
                 f"process {pid}, which encodes rows, was ended from outside, perhaps because RAM "
@@ -238,9 +239,13 @@ def forked(serve: Callable[[], object]) -> int:
     with _calm():
         parent, child = os.getpid(), os.fork()
         if child == 0:
-            try:
-                _depend_on(parent)
-                serve()
+            try:  # it ends with the parent, and ignores signals
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() == parent:  # which may have ended before that
+                    for number in IGNORED_SIGNALS:
+                        signal.signal(number, signal.SIG_IGN)
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+                    serve()
             finally:
                 os._exit(0)  # before anything of the parent is flushed or closed
     return child
@@ -259,16 +264,6 @@ def _exit_code_of(child: int) -> int | None:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     except ChildProcessError:
         return None
-
-
-def _depend_on(parent: int) -> None:
-    """In a child: end with the parent, and ignore signals."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)  # it ended before that
-    for number in IGNORED_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
 
 
 @contextmanager

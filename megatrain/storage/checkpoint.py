@@ -39,52 +39,17 @@ from megatrain.models.constants import FLOATS, ParameterPlace, names_in
 from megatrain.models.names import Tensors, in_blocks
 from megatrain.optim import Optimizer
 from megatrain.optim.split import as_weight
-from megatrain.storage import run_folder
-from megatrain.storage.export import (
-    Exportable,
-    array_sources,
-    passthrough_files,
-    weight_plan,
-    write_description,
-)
+from megatrain.storage import export, manifest, passthrough, run_folder, safetensors
 from megatrain.storage.hashed_file import WrittenFile, sync_tree, write_bytes
-from megatrain.storage.manifest import (
-    MANIFEST,
-    USE_ANOTHER,
-    Manifest,
-    check_files,
-    damaged,
-    describe_files,
-    read_bytes,
-    read_manifest,
-    stray_files,
-    verifies,
-    verify_checkpoint,
-)
-from megatrain.storage.passthrough import (
-    Passthrough,
-    at_home,
-    keep_once,
-    passthrough_of,
-    with_frozen,
-)
-from megatrain.storage.safetensors import (
-    HashedReader,
-    StoredTensor,
-    TensorSource,
-    dtype_name,
-    in_parallel,
-    open_shards,
-    read_header,
-)
-from megatrain.storage.sharded_write import ShardReader, led, readings, write_model
+from megatrain.storage.safetensors import StoredTensor, TensorSource, dtype_name
+from megatrain.storage.sharded_write import led, readings, write_model
 from megatrain.storage.weights import find_tensors
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 
-class Checkpointable(Exportable, Protocol):
+class Checkpointable(export.Exportable, Protocol):
     """An engine as a checkpoint sees it."""
 
     @property
@@ -100,7 +65,7 @@ class Checkpointable(Exportable, Protocol):
 
 
 def save_checkpoint(
-    run_dir: Path | str,
+    run_dir: Path,
     step: int,
     engine: Checkpointable,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -132,12 +97,11 @@ def save_checkpoint(
             of the new one is left.
     """
     assert keep >= 1, keep
-    run_dir = Path(run_dir)
     made_of = {**identity(engine), "source": dict(source or {})}
     about = {"step": step, "made_of": made_of, "engine": engine.state(), "state": state}
     files = {run_folder.STATE: json.dumps(about, indent=1).encode() + b"\n", **(code or {})}
 
-    def lead() -> Passthrough:
+    def lead() -> passthrough.Passthrough:
         run_folder.make_run_dir(run_dir)
         target = run_dir / run_folder.checkpoint_name(step)
         with system_errors(target, "save it"):
@@ -147,10 +111,10 @@ def save_checkpoint(
             if best is not None and (run_dir / run_folder.checkpoint_name(best)).is_dir():
                 run_folder.point(run_dir, "best", run_dir / run_folder.checkpoint_name(best))
             run_folder.prune(run_dir, keep, [path for path in abandoned if path != target])
-            return at_home(run_dir, engine.passthrough)
+            return passthrough.at_home(run_dir, engine.passthrough)
 
     engine.passthrough = led(
-        engine.store.world, lead, lambda: {**weight_plan(engine), **_optimizer_plan(engine)}
+        engine.store.world, lead, lambda: {**export.weight_plan(engine), **_optimizer_plan(engine)}
     )
     return run_dir / run_folder.checkpoint_name(step)
 
@@ -167,27 +131,24 @@ def _write(
     run_dir, world = target.parent, engine.store.world
     with run_folder.new_folder(target, run_dir / f"{target.name}.tmp") as folder:
         (folder / "optimizer").mkdir()
-        metadata, plan = {"format": "pt", "step": str(step)}, weight_plan(engine)
-        passthrough = passthrough_files(engine, plan)
-        kept = keep_once(run_dir, passthrough, world)
+        metadata, plan = {"format": "pt", "step": str(step)}, export.weight_plan(engine)
+        names = {source.name for source in export.unchanged(engine)}  # share no file with others
+        unchanged = {file: sources for file, sources in plan.items() if sources[0].name in names}
+        kept = passthrough.keep_once(run_dir, unchanged, world)
         for file in kept:
-            own = run_dir / run_folder.PASSENGERS / file.name
-            run_folder.link_or_copy(own, folder / file.name)
+            run_folder.link_or_copy(run_dir / run_folder.PASSENGERS / file.name, folder / file.name)
         states = _optimizer_plan(engine)
-        files = write_model(folder, plan, metadata, states, there=passthrough, world=world)
-        write_description(folder, engine, tokenizer, generation_config)
+        files = write_model(folder, plan, metadata, states, there=unchanged, world=world)
+        export.write_description(folder, engine, tokenizer, generation_config)
         files += [write_bytes(folder / name, text) for name, text in small.items()]
         hashed = {file.name: file for file in (*files, *kept)}
-        names = sorted(
-            str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
-        )
         # on the disk already; those that are kept may be copies
         sync_tree(folder, but={file.name for file in files})
-        by_libraries = describe_files(folder, [name for name in names if name not in hashed])
-        listed = hashed | {file.name: file for file in by_libraries}
+        by_libraries = manifest.stray_files(folder, manifest.Manifest(step, 0, hashed))
+        hashed |= {file.name: file for file in manifest.describe_files(folder, by_libraries)}
         sequence, constants = run_folder.next_sequence(run_dir), names_in(engine.constants)
-        manifest = Manifest(step, sequence, listed, constants=constants)
-        write_bytes(folder / MANIFEST, manifest.encode())
+        saved = manifest.Manifest(step, sequence, hashed, constants=constants)
+        write_bytes(folder / manifest.MANIFEST, saved.encode())
 
 
 def saved_arrays(engine: Checkpointable) -> dict[str, torch.dtype]:
@@ -204,7 +165,7 @@ def _optimizer_plan(engine: Checkpointable) -> dict[str, list[TensorSource]]:
             replace(source, name=f"{array}/{source.name}")
             for array in saved_arrays(engine)
             if array != "weight"
-            for source in array_sources(
+            for source in export.array_sources(
                 engine, array, block, saved_tensors(engine, array, block, engine.published)
             )
         ]
@@ -230,33 +191,31 @@ def optimizer_file(block: int) -> str:
 
 def identity(engine: Checkpointable) -> dict[str, Any]:
     """The properties in which a checkpoint and the engine that continues from it must agree."""
-    arrays = saved_arrays(engine).items()
     return {
         "model": engine.anatomy.family,
         "parameters": engine.anatomy.parameters,
         "frozen parameters": engine.anatomy.frozen_parameters,
         "precision": engine.precision,
         "optimizer": engine.optimizer.name,
-        "arrays": {name: dtype_name(dtype) for name, dtype in arrays},
+        "arrays": {name: dtype_name(dtype) for name, dtype in saved_arrays(engine).items()},
     }
 
 
-def write_final(run_dir: Path | str, *, full: bool = False, card: str | None = None) -> Path:
+def write_final(run_dir: Path, *, full: bool = False, card: str | None = None) -> Path:
     """Make `final/` of the last checkpoint: its model, as hard links. full: with the state to go on
     from; card: its text. Raises ConfigError and StorageError."""
-    run_dir = Path(run_dir)
     source = run_folder.find_checkpoint(run_dir, "last")
-    manifest, target = read_manifest(source), run_dir / run_folder.FINAL
-    names = manifest.files if full else run_folder.model_files(manifest)
+    saved, target = manifest.read_manifest(source), run_dir / run_folder.FINAL
+    names = saved.files if full else run_folder.model_files(saved)
     with run_folder.new_folder(target, run_dir / "final.tmp") as folder:
         for name in names:
             (folder / name).parent.mkdir(exist_ok=True)
             run_folder.link_or_copy(source / name, folder / name)
-        files = {name: manifest.files[name] for name in names}
+        files = {name: saved.files[name] for name in names}
         if card is not None:
             files[run_folder.CARD] = write_bytes(folder / run_folder.CARD, card.encode())
         sync_tree(folder)
-        write_bytes(folder / MANIFEST, replace(manifest, files=files).encode())
+        write_bytes(folder / manifest.MANIFEST, replace(saved, files=files).encode())
     return target
 
 
@@ -269,7 +228,7 @@ def reopen(run_dir: Path, source: Path) -> None:
         if not final.is_dir():
             return
         if source.resolve() == final.resolve():
-            name = run_folder.checkpoint_name(read_manifest(final).step)
+            name = run_folder.checkpoint_name(manifest.read_manifest(final).step)
             run_folder.put_in_place(final, run_dir / name)
         elif run_folder.holds_state(final) and run_folder.sequence_of(final, math.inf) <= saved:
             run_folder.discard(final)
@@ -291,14 +250,12 @@ class Resumable:
     named: bool = False  # by the user: then no other will do
 
 
-def find_resumable(
-    run_dir: Path | str, deep: bool = True, besides: Collection[Path] = ()
-) -> Resumable:
+def find_resumable(run_dir: Path, deep: bool = True, besides: Collection[Path] = ()) -> Resumable:
     """Find a checkpoint to resume from, newest save first, not in `besides`. deep: hash all."""
     warnings = []
-    for path in (one for one in run_folder.newest_first(Path(run_dir)) if one not in besides):
+    for path in (one for one in run_folder.newest_first(run_dir) if one not in besides):
         try:
-            verify_checkpoint(path, deep)
+            manifest.verify_checkpoint(path, deep)
         except StorageError as error:
             warnings.append(str(error))
         else:
@@ -311,12 +268,12 @@ def named_checkpoint(run_dir: Path, name: str) -> Resumable:
     path = run_dir / run_folder.find_checkpoint(run_dir, name).name
     if not run_folder.holds_state(path):
         raise ConfigError(f"{path}: holds the model alone; name a checkpoint to go on from")
-    verify_checkpoint(path, deep=False)
+    manifest.verify_checkpoint(path, deep=False)
     return Resumable(path, (), named=True)
 
 
 def load_resumable(
-    run_dir: Path | str, engine: Checkpointable, found: Resumable
+    run_dir: Path, engine: Checkpointable, found: Resumable
 ) -> tuple[Path, dict[str, Any]]:
     """Load the checkpoint found, or the newest that does not turn out damaged, warning of others.
     Returns its folder and state. Raises StorageError, and as `load_checkpoint`."""
@@ -337,8 +294,7 @@ def load_resumable(
     raise nothing_to_resume(run_dir)
 
 
-def nothing_to_resume(run_dir: Path | str) -> StorageError:
-    run_dir = Path(run_dir)
+def nothing_to_resume(run_dir: Path) -> StorageError:
     config, final, anew = run_dir / "config.yaml", run_dir / run_folder.FINAL, f"output={run_dir}-2"
     left = run_folder.manifest_of(final) is not None
     model = f", or from the trained model, with model={final}" if left else ""
@@ -348,7 +304,7 @@ def nothing_to_resume(run_dir: Path | str) -> StorageError:
     )
 
 
-def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
+def load_checkpoint(path: Path, engine: Checkpointable) -> dict[str, Any]:
     """Restore every array of the engine bit for bit, and its counters.
 
     Of several ranks, however many have saved it, each reads its own shares; each file is read to
@@ -366,7 +322,7 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
         ConfigError: it is of another model, precision or optimizer.
     """
     with engine.store.world.together():
-        about = _load(Path(path), engine)
+        about = _load(path, engine)
     engine.load_state(about["engine"])  # ranks may wait for each other
     state: dict[str, Any] = about["state"]
     return state
@@ -375,13 +331,12 @@ def load_checkpoint(path: Path | str, engine: Checkpointable) -> dict[str, Any]:
 def _load(path: Path, engine: Checkpointable) -> dict[str, Any]:
     """Restore all but the engine's counters; returns what `read_about` does."""
     with _damage():
-        manifest = verify_checkpoint(path, deep=False)
-        tensor_files = {n: file for n, file in manifest.files.items() if n.endswith(".safetensors")}
+        saved = manifest.verify_checkpoint(path, deep=False)
         about = read_about(path)
-        if about["step"] != manifest.step:
+        if about["step"] != saved.step:
             raise StorageError(
                 f"{path / run_folder.STATE}: is of step {about['step']} in a checkpoint of step "
-                f"{manifest.step}; {USE_ANOTHER}"
+                f"{saved.step}; {manifest.USE_ANOTHER}"
             )
         for key, now in identity(engine).items():
             if (then := about["made_of"].get(key)) != now:
@@ -390,7 +345,7 @@ def _load(path: Path, engine: Checkpointable) -> dict[str, Any]:
                     "resume with the run's own config"
                 )
         try:
-            weights = open_shards(path)
+            weights = safetensors.open_shards(path)
             found = find_tensors(engine.anatomy, weights, str(path))
             places = found.names
             tensors = in_blocks(places, len(engine.anatomy.blocks))
@@ -401,31 +356,31 @@ def _load(path: Path, engine: Checkpointable) -> dict[str, Any]:
                     file = str(weights[name].path.relative_to(path))
                     transfers[file].append((weights[name], "", place.block, place))
         except (ConfigError, ModelError, StorageError) as error:
-            check_files(path, manifest, manifest.files)  # a wrong name may be a damaged one
+            manifest.check_files(path, saved, saved.files)  # a wrong name may be a damaged one
             if isinstance(error, ModelError):
                 raise ConfigError(f"{error}; it is of another model") from error
             raise
-        for name in stray_files(path, manifest):
+        for name in manifest.stray_files(path, saved):
             logger.warning(f"{path / name}: does not belong to this checkpoint and is not read")
     for block in engine.anatomy.blocks:
         engine.wait_ready(block.index)  # wait: a pending update still writes the arrays
-    sizes = {name: file.nbytes for name, file in tensor_files.items()}
-    in_parallel(
+    sizes = {n: file.nbytes for n, file in saved.files.items() if n.endswith(".safetensors")}
+    safetensors.in_parallel(
         [
-            partial(_restore, engine, path, tensor_files[name], transfers.get(name, ()), how)
-            for name, how in readings(sizes, engine.store.world, verifies()).items()
+            partial(_restore, engine, path, saved.files[name], transfers.get(name, ()), how)
+            for name, how in readings(sizes, engine.store.world, manifest.verifies()).items()
         ]
     )
     engine.published = engine.anatomy.published.named_as(places)
-    passthrough = passthrough_of(path, {name: weights[name] for name in found.passthrough})
+    kept = passthrough.passthrough_of(path, {name: weights[name] for name in found.passthrough})
     held = {place: weights[name] for place, name in places.items()}
-    engine.passthrough = with_frozen(passthrough, held, engine.store)
+    engine.passthrough = passthrough.with_frozen(kept, held, engine.store)
     return about
 
 
 def read_about(checkpoint: Path) -> dict[str, Any]:
     """state.json of a checkpoint that `find_resumable` found. Raises StorageError."""
-    about: dict[str, Any] = json.loads(read_bytes(checkpoint / run_folder.STATE))
+    about: dict[str, Any] = json.loads(manifest.read_bytes(checkpoint / run_folder.STATE))
     return about
 
 
@@ -444,7 +399,7 @@ def _transfers(
     """All transfers by file, names, shapes and dtypes checked. tensors: by the folder's names."""
     found: dict[str, list[_Transfer]] = defaultdict(list)
     for block in engine.anatomy.blocks:
-        states = read_header(path / optimizer_file(block.index)).tensors
+        states = safetensors.read_header(path / optimizer_file(block.index)).tensors
         for array, dtype in saved_arrays(engine).items():
             for tensor in saved_tensors(engine, array, block.index, tensors):
                 name = tensor.name
@@ -466,13 +421,13 @@ def _restore(
     checkpoint: Path,
     written: WrittenFile,
     transfers: Sequence[_Transfer],
-    how: ShardReader,
+    how: Mapping[str, bool],
 ) -> None:
     """Read one file from beginning to end; a rank that does not hash it reads only its share."""
     in_order = sorted(transfers, key=lambda transfer: transfer[0].offset)
     with ExitStack() as stack:
         with _damage():
-            file = stack.enter_context(HashedReader(checkpoint / written.name, *how))
+            file = stack.enter_context(safetensors.HashedReader(checkpoint / written.name, **how))
         for (array, block), group in groupby(in_order, key=itemgetter(1, 2)):
             # not soon: more tensors of the array may follow
             lease = partial(engine.store.lease, block, [array], changes=True, soon=False)
@@ -491,6 +446,6 @@ def _restore(
                         # frozen ones are of their source's dtype
                         part.copy_(as_weight(values, flat.dtype))
         with _damage():
-            file.skip_to(written.nbytes)
-        if how.hashes and file.sha256 != written.sha256:
-            raise damaged(checkpoint / written.name)
+            intact = file.ends_as(written)
+        if not intact:
+            raise manifest.damaged(checkpoint / written.name)

@@ -6,7 +6,7 @@ import copy
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -21,29 +21,16 @@ from megatrain.models import pretrained
 from megatrain.models.anatomy import Anatomy
 from megatrain.models.constants import Constants, without_source
 from megatrain.models.names import Tensors
-from megatrain.models.pretrained import about_added, is_classifier, with_stops
 from megatrain.models.tokenizer_file import TOKENIZER_FILE, published_file
 from megatrain.optim.split import join_master
+from megatrain.storage import run_folder, safetensors
 from megatrain.storage.gguf_file import DTYPES as GGUF_DTYPES
 from megatrain.storage.gguf_file import FILE, family_of, write_gguf
 from megatrain.storage.hashed_file import sync_tree, write_bytes
 from megatrain.storage.manifest import MANIFEST, Manifest, stray_files, verify_checkpoint
 from megatrain.storage.passthrough import Passthrough, as_stored, is_passthrough, with_dtype
-from megatrain.storage.run_folder import (
-    CONFIG,
-    find_checkpoint,
-    model_files,
-    new_folder,
-    sequence_of,
-    with_state,
-)
-from megatrain.storage.safetensors import (
-    StoredTensor,
-    TensorSource,
-    open_shards,
-    plan_shards,
-    read_header,
-)
+from megatrain.storage.run_folder import CONFIG, find_checkpoint
+from megatrain.storage.safetensors import StoredTensor, TensorSource, open_shards, plan_shards
 from megatrain.storage.sharded_write import led, write_model
 
 if TYPE_CHECKING:
@@ -57,7 +44,7 @@ def converted(
     if dtype == torch.bfloat16:
         return [TensorSource(t.name, dtype, t.shape, partial(_rounded, t)) for t in stored.values()]
     files = sorted((checkpoint / "optimizer").glob("*.safetensors"))
-    states = {name: t for path in files for name, t in read_header(path).tensors.items()}
+    states = {n: t for path in files for n, t in safetensors.read_header(path).tensors.items()}
     lost = [name for name in stored if f"remainder/{name}" not in states]
     if lost:
         raise ModelError(
@@ -155,14 +142,6 @@ def unchanged(engine: Exportable) -> list[TensorSource]:
     return found
 
 
-def passthrough_files(
-    engine: Exportable, plan: Mapping[str, list[TensorSource]]
-) -> dict[str, list[TensorSource]]:
-    """The files of a `weight_plan` that hold what no step changes."""
-    names = {source.name for source in unchanged(engine)}
-    return {file: sources for file, sources in plan.items() if sources[0].name in names}
-
-
 def save_pretrained(
     engine: Exportable,
     folder: Path | str,
@@ -186,7 +165,7 @@ def save_pretrained(
             write_model(partial_folder, plan, {"format": "pt"}, world=world)
             added = write_description(partial_folder, engine, tokenizer, generation_config)
         if added:
-            logger.info(about_added(added))
+            logger.info(pretrained.about_added(added))
         return Path(folder)
 
     return led(world, lead, partial(weight_plan, engine))
@@ -200,8 +179,7 @@ def describe_source(
     if source is None:
         return None, None
     if source.kind == "gguf":
-        read = partial(pretrained.load_config_and_tokenizer, source, trust_remote_code)
-        found = _or_none(read)
+        found = _or_none(partial(pretrained.load_config_and_tokenizer, source, trust_remote_code))
         return found[1:] if found else (None, None)
     tokenizer = _or_none(partial(pretrained.load_tokenizer, source, trust_remote_code))
     return tokenizer, _or_none(partial(pretrained.load_generation_config, source))
@@ -223,7 +201,7 @@ def _model_folder(out: Path) -> Iterator[Path]:
             f"{out}: exists and is not an empty folder; choose another name or remove it"
         )
     # of a process that died, too: `new_folder` removes what it left
-    with new_folder(out, out.with_name(f"{out.name}.tmp")) as folder:
+    with run_folder.new_folder(out, out.with_name(f"{out.name}.tmp")) as folder:
         yield folder
         sync_tree(folder)
 
@@ -244,9 +222,9 @@ def write_description(
         write_bytes(folder / name, text)
     added: list[str] = []
     if tokenizer is not None:
-        generation, added = with_stops(engine.hf_config, tokenizer, generation)
+        generation, added = pretrained.with_stops(engine.hf_config, tokenizer, generation)
         _save_tokenizer(folder, tokenizer)
-    if generation is not None and not is_classifier(engine.hf_config):
+    if generation is not None and not pretrained.is_classifier(engine.hf_config):
         # not its save_pretrained, which refuses settings that many published models ship with
         settings: str = generation.to_json_string()
         write_bytes(folder / "generation_config.json", settings.encode())
@@ -316,8 +294,8 @@ def export(
         raise ConfigError(f"{out}: is to be a folder, which will hold {FILE}; name it {out.stem}")
     source = find_checkpoint(run_dir, checkpoint)
     if dtype in ("float32", "float16"):
-        source = with_state(source)  # which has the other half of the master weights
-    save = sequence_of(source)
+        source = run_folder.with_state(source)  # which has the other half of the master weights
+    save = run_folder.sequence_of(source)
     with _model_folder(out) as folder:
         try:
             if format == GGUF:
@@ -325,7 +303,7 @@ def export(
             else:
                 _fill(folder, source, dtype)
         finally:
-            if sequence_of(source) != save or not os.path.isfile(source / MANIFEST):
+            if run_folder.sequence_of(source) != save or not os.path.isfile(source / MANIFEST):
                 raise StorageError(
                     f"{source}: was removed by its run while it was read; export the next one, or "
                     "raise checkpoint.keep"
@@ -357,7 +335,7 @@ def _fill_gguf(folder: Path, source: Path, dtype: str | None, name: str) -> None
     if held == torch.bfloat16 and (wanted == torch.float32 or (wanted != held and has_masters)):
         changed = {t.name: t for t in converted(source, weights, torch.float32)}
     sources = [changed.get(name) or as_stored(tensor) for name, tensor in stored.items()]
-    with _writing(stored, wanted):
+    with doing("writing the model", _size(stored, wanted), BYTES_WRITTEN):
         write_gguf(folder / FILE, name, config, tokenizer, sources, wanted)
 
 
@@ -365,7 +343,7 @@ def _fill(folder: Path, source: Path, dtype: str | None) -> None:
     """Copy the model of a checkpoint. Raises as `export`."""
     manifest, stored, weights, held = _opened(source)
     wanted = held if dtype is None else DTYPES[dtype]
-    for name in model_files(manifest):
+    for name in run_folder.model_files(manifest):
         path, target = source / name, folder / name
         if wanted != held and name.endswith((".safetensors", ".safetensors.index.json")):
             continue
@@ -379,13 +357,10 @@ def _fill(folder: Path, source: Path, dtype: str | None) -> None:
         kept = [t for t in stored.values() if is_passthrough(t.path)]
         own = (t for t in stored.values() if not is_passthrough(t.path))
         sources = [changed.get(t.name) or as_stored(t) for t in own]
-        with _writing(stored, wanted):
+        with doing("writing the model", _size(stored, wanted), BYTES_WRITTEN):
             write_model(folder, plan_shards(sources, list(map(as_stored, kept))), {"format": "pt"})
 
 
-def _writing(
-    stored: Mapping[str, StoredTensor], dtype: torch.dtype
-) -> AbstractContextManager[None]:
-    """Inside, the terminal shows how much of the model is written."""
-    nbytes = sum(tensor.numel * dtype.itemsize for tensor in stored.values())
-    return doing("writing the model", nbytes, BYTES_WRITTEN)
+def _size(stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> int:
+    """Bytes of the tensors in this dtype."""
+    return sum(tensor.numel for tensor in stored.values()) * dtype.itemsize

@@ -109,17 +109,14 @@ def _gemma_scale(config: Any) -> int:
     return config.hidden_size // config.num_attention_heads if of_27b else head_dim(config)
 
 
-def _gemma_layers(config: Any) -> list[str]:
-    every = range(1, config.num_hidden_layers + 1)
-    return [f"{'sliding' if at % 6 else 'full'}_attention" for at in every]
-
-
 GEMMA = {
     "hidden_activation": "gelu_pytorch_tanh",
     "attention_bias": False,
     "use_bidirectional_attention": lambda c: c.use_bidirectional_attention and None,
     "query_pre_attn_scalar": _gemma_scale,
-    "layer_types": _gemma_layers,
+    "layer_types": lambda c: [
+        f"{'sliding' if at % 6 else 'full'}_attention" for at in range(1, c.num_hidden_layers + 1)
+    ],
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping")),
 }
 
@@ -229,16 +226,18 @@ def rope_keys(config: PretrainedConfig) -> dict[str, Any]:
     return keys
 
 
-def rope_tensors(config: PretrainedConfig) -> dict[str, torch.Tensor]:
-    """By how much scaling slows each frequency, float32 [rotated / 2], by the tensors' names."""
+def rope_tensors(config: PretrainedConfig) -> list[TensorSource]:
+    """By how much scaling slows each frequency, float32 [rotated / 2], if it does."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope, _ = _ropes(config)
     if rope.get("rope_type") != "llama3":
-        return {}
+        return []
     scaled = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")[0]
     steps = torch.arange(0, 2 * len(scaled), 2, dtype=torch.float32) / (2 * len(scaled))
-    return {"rope_freqs.weight": 1 / (rope["rope_theta"] ** steps) / scaled}
+    values = 1 / (rope["rope_theta"] ** steps) / scaled
+    whole = partial(iter, [values])
+    return [TensorSource("rope_freqs.weight", values.dtype, tuple(values.shape), whole)]
 
 
 def _ropes(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -325,29 +324,13 @@ def write_gguf(
 def _tensors(
     family: Family, config: PretrainedConfig, sources: Sequence[TensorSource], dtype: torch.dtype
 ) -> list[Tensor]:
-    """All tensors of a file. Raises ModelError for one without a name in GGUF."""
-    found = []
-    for name, parts in _named(family, config, sources).items():
-        experts = (len(parts),) if EXPERT.search(parts[0].name) else ()
-        whole = torch.empty((*experts, *parts[0].shape), device="meta")
-        shape = tuple(family.changed(name, whole, config).shape)
-        exact = len(shape) < 2 or "ffn_gate_inp" in name  # which readers want in float32
-        found.append(Tensor(name, parts, shape, torch.float32 if exact else dtype))
-    return found
-
-
-def _named(
-    family: Family, config: PretrainedConfig, sources: Sequence[TensorSource]
-) -> dict[str, list[TensorSource]]:
-    """Sources by their names in GGUF, a mixture's experts under one."""
+    """All tensors of a file, a mixture's experts under one name. Raises ModelError for one without
+    a name in GGUF."""
     import gguf
 
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    found: dict[str, dict[int, TensorSource]] = {}
-    for name, values in rope_tensors(config).items():
-        shape = tuple(values.shape)
-        found[name] = {0: TensorSource(name, values.dtype, shape, partial(iter, [values]))}
+    found = {source.name: {0: source} for source in rope_tensors(config)}
     for source in sources:
         expert = EXPERT.search(source.name)
         own = EXPERT.sub(".experts.", source.name)
@@ -358,7 +341,15 @@ def _named(
         if known is None or number in found.get(known, {}):
             raise _beyond_gguf(config, f"a tensor {source.name}")
         found.setdefault(known, {})[number] = source
-    return {name: [parts[at] for at in sorted(parts)] for name, parts in found.items()}
+    tensors = []
+    for name, by_number in found.items():
+        parts = [by_number[at] for at in sorted(by_number)]
+        experts = (len(parts),) if EXPERT.search(parts[0].name) else ()
+        whole = torch.empty((*experts, *parts[0].shape), device="meta")
+        shape = tuple(family.changed(name, whole, config).shape)
+        exact = len(shape) < 2 or "ffn_gate_inp" in name  # which readers want in float32
+        tensors.append(Tensor(name, parts, shape, torch.float32 if exact else dtype))
+    return tensors
 
 
 def _values(tensor: Tensor) -> torch.Tensor:

@@ -67,8 +67,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         """The file's only valid bytes, a checksum of the rest included: any flipped bit is seen."""
-        body: dict[str, Any] = {"format": FORMAT, "step": self.step}
-        body["sequence"] = self.sequence
+        body: dict[str, Any] = {"format": FORMAT, "step": self.step, "sequence": self.sequence}
         files = sorted(self.files.items())
         if self.constants:
             body["constants"] = list(self.constants)
@@ -138,13 +137,11 @@ def describe_files(folder: Path, names: Iterable[str]) -> list[WrittenFile]:
         return in_parallel([partial(describe, name) for name in names])
 
 
-def verify_checkpoint(checkpoint: Path | str, deep: bool = True) -> Manifest:
-    """Check that a checkpoint is complete, of one step, and has no files that would be read as its
-    own. deep: that every byte is as saved; else only small files are hashed. Raises StorageError
-    naming the file."""
+def verify_checkpoint(checkpoint: Path, deep: bool = True) -> Manifest:
+    """Check that a checkpoint is complete, of one step, and has no stray files that would be read.
+    deep: that every byte is as saved; else only small files are hashed. Raises StorageError."""
     from megatrain.storage.safetensors import read_header
 
-    checkpoint = Path(checkpoint)
     manifest = read_manifest(checkpoint)
     with system_errors(checkpoint, "read it"):
         for name, file in manifest.files.items():
@@ -227,8 +224,7 @@ def damaged(path: Path) -> DamagedError:
 
 
 def manifest_of_model(folder: Path) -> Manifest | None:
-    """The manifest of a folder from which a model is read; None: nothing can be checked. Raises
-    StorageError if it is damaged."""
+    """The manifest of a model's folder, None if it has none. Raises StorageError."""
     return read_manifest(folder) if (folder / MANIFEST).is_file() else None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,20 +18,15 @@ import torch
 
 from megatrain.errors import StorageError, logger
 from megatrain.memory.store import Store
-from megatrain.models.constants import NO_IMAGES, ParameterPlace, UnusedWeights
+from megatrain.models.constants import ParameterPlace
 from megatrain.models.pretrained import KEY
+from megatrain.storage import run_folder
 from megatrain.storage.dequantise import Derived
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
 from megatrain.storage.manifest import EVERY_STEP, MANIFEST, Manifest, read_bytes, read_manifest
-from megatrain.storage.run_folder import (
-    CONFIG,
-    FINAL,
-    PASSENGERS,
-    checkpoints,
-    new_folder,
-)
+from megatrain.storage.run_folder import CONFIG, PASSENGERS
 from megatrain.storage.safetensors import StoredTensor, TensorSource, dtype_name, read_header
-from megatrain.storage.sharded_write import write_files
+from megatrain.storage.sharded_write import Plan, write_files
 from megatrain.world import World
 
 # Files beside the weights that neither the tokenizer nor transformers' configurations write.
@@ -92,8 +87,7 @@ def with_frozen(
     store: Store,
     where: Path | None = None,
 ) -> Passthrough:
-    """Add the frozen tensors of a folder, by place, that the store holds in other dtypes. where:
-    the folder, to log their size."""
+    """Add the frozen tensors that the store holds in other dtypes. where: logs their size."""
     frozen: dict[str, tuple[StoredTensor, ...]] = defaultdict(tuple)
     held = store.arrays["weight"].dtype
     for place, stored in found.items():
@@ -109,22 +103,6 @@ def with_frozen(
             f"and saved as they came, once: {sum(part.nbytes for part in parts) / 1e9:.3g} GB"
         )
     return replace(passthrough, frozen=dict(frozen))
-
-
-def describe_passthrough(
-    where: Path, passthrough: Passthrough, dropped: Collection[str], who: UnusedWeights
-) -> str:
-    """A sentence about unused weights, and others that transformers dropped; empty without any."""
-    said = []
-    if len(passthrough.tensors) > len(dropped):
-        said.append(f"carried along unchanged: {', '.join(who.modules)}")
-        said += [NO_IMAGES] * who.multimodal
-    if dropped:
-        said.append(
-            f"carried along and not trained, as transformers does not load them: {min(dropped)}"
-            + (f" and {len(dropped) - 1} more" if len(dropped) > 1 else "")
-        )
-    return f"{where}: {'; '.join(said)}" if said else ""
 
 
 # -- config.json -----------------------------------------------------------------------------------
@@ -152,20 +130,16 @@ def is_passthrough(path: Path) -> bool:
     return read_header(path).metadata.get("step") == EVERY_STEP
 
 
-def keep_once(
-    run_dir: Path, plan: Mapping[str, list[TensorSource]], world: World
-) -> list[WrittenFile]:
+def keep_once(run_dir: Path, plan: Plan, world: World) -> list[WrittenFile]:
     """Write the unchanged tensors into the run's own folder, unless they are there. Those of a
     folder without any checkpoint may be another model's. Raises StorageError."""
     if not plan:
         return []
     folder = run_dir / PASSENGERS
-    saved = checkpoints(run_dir) or (run_dir / FINAL).exists()
-    kept = _kept(folder) if saved else None
+    kept = _kept(folder) if run_folder.has_begun(run_dir) else None
     if kept is None or kept.keys() != plan.keys():
-        with new_folder(folder, run_dir / f"{PASSENGERS}.tmp") as partial_folder:
-            metadata = {"format": "pt", "step": EVERY_STEP}
-            files = write_files(partial_folder, plan, metadata, world)
+        with run_folder.new_folder(folder, run_dir / f"{PASSENGERS}.tmp") as partial_folder:
+            files = write_files(partial_folder, plan, {"format": "pt", "step": EVERY_STEP}, world)
             kept = {file.name: file for file in files}
             write_bytes(partial_folder / MANIFEST, Manifest(0, 0, kept).encode())
     return list(kept.values())

@@ -15,24 +15,8 @@ from typing import Any
 from megatrain.errors import ConfigError, MegaTrainError, StorageError, logger, system_errors
 from megatrain.heartbeat import doing
 from megatrain.models.hub import LOG_IN, reachable, said_by
-from megatrain.storage.manifest import (
-    MANIFEST,
-    Manifest,
-    check_model_files,
-    describe_files,
-    manifest_of_model,
-    stray_files,
-    would_be_read,
-)
-from megatrain.storage.run_folder import (
-    CARD,
-    CONFIG,
-    FINAL,
-    RUN_ONLY,
-    UPLOADING,
-    link_or_copy,
-    model_files,
-)
+from megatrain.storage import manifest, run_folder
+from megatrain.storage.run_folder import CARD, CONFIG, FINAL, RUN_ONLY, UPLOADING, link_or_copy
 from megatrain.version import VERSION
 
 AGAIN = "run the command again: what has arrived is not sent again"
@@ -145,12 +129,11 @@ class Uploads:
         if not self._last.done():
             logger.info(f"{checkpoint}: is not uploaded, as the one before it still is")
             return
-        names = (str(path.relative_to(checkpoint)) for path in checkpoint.rglob("*"))
-        for name in (name for name in names if name.split("/")[0] not in RUN_ONLY):
-            target = self._linked / name
-            target.parent.mkdir(exist_ok=True, parents=True)
-            if (checkpoint / name).is_file():
-                link_or_copy(checkpoint / name, target)
+        for path in filter(Path.is_file, checkpoint.rglob("*")):
+            target = self._linked / path.relative_to(checkpoint)
+            if path.relative_to(checkpoint).parts[0] not in RUN_ONLY:
+                target.parent.mkdir(exist_ok=True, parents=True)
+                link_or_copy(path, target)
         self._last = self._thread.submit(self._upload, checkpoint, self._linked)
 
     def _upload(self, model: Path, folder: Path) -> None:
@@ -196,20 +179,22 @@ def published_files(folder: Path) -> list[str]:
     """Names of the files of `final/` to publish: the model's of its manifest, verified. A card that
     was edited is taken as it is. Other files are logged as left out. Raises StorageError for a file
     that is missing, changed, or would be read and does not belong."""
-    manifest = manifest_of_model(folder)
-    if manifest is None:
+    saved = manifest.manifest_of_model(folder)
+    if saved is None:
         again = f"`megatrain resume {folder.parent}` writes it again"
-        raise StorageError(f"{folder}: has no {MANIFEST}, which says what is the model; {again}")
+        raise StorageError(
+            f"{folder}: has no {manifest.MANIFEST}, which says what is the model; {again}"
+        )
     with system_errors(folder, "read it"):
-        there = stray_files(folder, Manifest(0, 0, {}))
-    names = [name for name in model_files(manifest) if name != CARD]
-    check_model_files(folder, manifest, names, code=True)
+        there = manifest.stray_files(folder, manifest.Manifest(0, 0, {}))
+    names = [name for name in run_folder.model_files(saved) if name != CARD]
+    manifest.check_model_files(folder, saved, names, code=True)
     card = folder / CARD
     if CARD in there:
         names.append(CARD)
-        if manifest.files.get(CARD) != describe_files(folder, [CARD])[0]:
+        if saved.files.get(CARD) != manifest.describe_files(folder, [CARD])[0]:
             logger.info(f"{card}: was edited; it is uploaded as it is")
-    elif CARD in manifest.files:
+    elif CARD in saved.files:
         logger.warning(f"{card}: is gone; the model is uploaded without a card")
     tops = ((name, name.split("/")[0]) for name in there if name not in names)
     for name in dict.fromkeys(top if top in RUN_ONLY else name for name, top in tops):
@@ -222,7 +207,7 @@ def _is_stale(name: str, names: Sequence[str]) -> bool:
     folders = {str(PurePosixPath(known).parent) for known in names}
     here = str(PurePosixPath(name).parent) in {".", *folders}
     indexes = name.endswith(".safetensors.index.json")
-    return here and name not in names and (would_be_read(name) or indexes)
+    return here and name not in names and (manifest.would_be_read(name) or indexes)
 
 
 def _errors() -> tuple[type[Exception], ...]:

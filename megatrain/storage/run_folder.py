@@ -126,9 +126,8 @@ def holder(run_dir: Path) -> int:
 
 
 def make_run_dir(run_dir: Path) -> bool:
-    """Create the folder with mode 0700, if it is not there. False: its file system has no modes,
-    which would say who may write in it. Raises ConfigError if others may write in it, and
-    StorageError."""
+    """Create the folder with mode 0700, if it is not there. False: its file system has no modes to
+    say who may write in it. Raises ConfigError if others may write in it, and StorageError."""
     try:
         made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
         run_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -209,13 +208,12 @@ def new_folder(target: Path, partial: Path) -> Iterator[Path]:
 
 def tidy(run_dir: Path) -> None:
     """Remove or finish what a killed process left half done, and mend links that lead nowhere."""
-    left = [path for path in run_dir.iterdir() if UNFINISHED.fullmatch(path.name)]
-    for path in left:
-        if not path.name.endswith(REPLACED):
-            _remove(path)
-    for path in (path for path in left if path.name.endswith(REPLACED)):
+    left = (path for path in run_dir.iterdir() if UNFINISHED.fullmatch(path.name))
+    for path in sorted(left, key=lambda path: path.name.endswith(REPLACED)):
         original = run_dir / path.name.removesuffix(REPLACED)
-        if original.exists():
+        if original == path:
+            _remove(path)
+        elif original.exists():
             discard(path)
         else:
             path.rename(original)

@@ -318,6 +318,12 @@ class HashedReader(AbstractContextManager["HashedReader"]):
             os.posix_fadvise(self._fd, begin, len(view), os.POSIX_FADV_DONTNEED)
         may_end_here()
 
+    def ends_as(self, written: WrittenFile) -> bool:
+        """Read on to the end; false for a file of another size or, where it is hashed, hash."""
+        self.skip_to(self.nbytes)
+        same = not self._hashes or self.sha256 == written.sha256
+        return same and self.nbytes == written.nbytes
+
     @property
     def sha256(self) -> str:
         """SHA-256 of all that was read, in hexadecimal."""

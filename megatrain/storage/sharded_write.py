@@ -16,44 +16,32 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from queue import Queue
 from threading import Thread
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import distributed
 
 from megatrain.errors import MegaTrainError
 from megatrain.memory.nvme_store import READ_BYTES
+from megatrain.storage import safetensors
 from megatrain.storage.hashed_file import WrittenFile, write_bytes
-from megatrain.storage.safetensors import (
-    INDEX,
-    IO_THREADS,
-    TensorSource,
-    encode_index,
-    in_order,
-    in_parallel,
-    write_safetensors,
-)
+from megatrain.storage.safetensors import TensorSource
 from megatrain.world import ALONE, World
 
 File = TypeVar("File", str, Path)
 
 
-class ShardReader(NamedTuple):
-    """Arguments of a rank's `HashedReader` for one file."""
-
-    hashes: bool
-    kept: bool
-
-
 def readings(
     sizes: Mapping[File, int], world: World, verified: bool = True
-) -> dict[File, ShardReader]:
-    """This rank's way of reading each file, the largest first. verified: one rank hashes it."""
+) -> dict[File, dict[str, bool]]:
+    """Arguments of this rank's `HashedReader` for each file, the largest first. verified: one rank
+    hashes it."""
     found = {}
     for file, rank in assign_files(sizes, world.size).items():
         hashes = verified and rank == world.rank
         # who hashes is slower, and finds in RAM what the others of its host have read
-        found[file] = ShardReader(hashes, kept=verified and not hashes and world.hosts == 1)
+        kept = verified and not hashes and world.hosts == 1
+        found[file] = {"hashes": hashes, "kept": kept}
     return found
 
 
@@ -82,7 +70,7 @@ def write_files(
     if world.is_alone:
         write = partial(_write_file, folder, metadata=metadata)
         names = assign_files(_sizes(plan), 1)
-        files = in_parallel([partial(write, name, plan[name]) for name in names])
+        files = safetensors.in_parallel([partial(write, name, plan[name]) for name in names])
     else:
         order = world.broadcast(_Order(folder.absolute(), tuple(plan), dict(metadata)))
         failures, of_ranks = zip(*_write(order, plan, world), strict=True)
@@ -95,7 +83,7 @@ def write_files(
 def _write_file(
     folder: Path, name: str, sources: Sequence[TensorSource], metadata: Mapping[str, str]
 ) -> WrittenFile:
-    return replace(write_safetensors(folder / name, sources, metadata), name=name)
+    return replace(safetensors.write_safetensors(folder / name, sources, metadata), name=name)
 
 
 def write_model(
@@ -111,7 +99,7 @@ def write_model(
     wanted = {name: shard for name, shard in weights.items() if name not in there}
     files = write_files(folder, {**wanted, **(others or {})}, metadata, world)
     if len(weights) > 1:
-        files.append(write_bytes(folder / INDEX, encode_index(weights)))
+        files.append(write_bytes(folder / safetensors.INDEX, safetensors.encode_index(weights)))
     return files
 
 
@@ -136,14 +124,6 @@ class _Order:
 _Outcome = tuple[MegaTrainError | None, list[WrittenFile]]
 
 
-@dataclass(frozen=True)
-class _End:
-    """Message of the first rank at the end: its result, or the exception that it raised."""
-
-    result: object = None
-    failure: MegaTrainError | None = None
-
-
 def led(world: World, lead: Callable[[], T], plan: Callable[[], Plan]) -> T:
     """Call `lead` on the first rank and return its result on all; the others help it to write.
 
@@ -161,23 +141,27 @@ def led(world: World, lead: Callable[[], T], plan: Callable[[], Plan]) -> T:
         try:
             result = lead()
         except Exception as error:
-            world.broadcast(_End(failure=world.as_told(error)))
+            world.broadcast(world.as_told(error))
             raise
-        world.broadcast(_End(result))
+        world.broadcast((result,))
         return result
-    message: object
+    message: Any  # orders, then what `lead` raises, or its result in a tuple
     while isinstance(message := world.broadcast(), _Order):
         planned = plan()
         _write(message, {name: planned[name] for name in message.names}, world)
-    assert isinstance(message, _End)
-    if message.failure is not None:
-        raise message.failure
-    return message.result  # type: ignore[return-value]
+    if isinstance(message, Exception):
+        raise message
+    (result,) = message
+    return result
 
 
 def _write(order: _Order, plan: Plan, world: World) -> list[_Outcome]:
     """Write this rank's part. Returns every rank's outcome; raises if ranks cannot be reached."""
-    tracks = _tracks(plan, world)
+    width = max(1, safetensors.IO_THREADS // world.size)  # tracks that a rank writes at a time
+    of_track: dict[int, dict[str, Sequence[TensorSource]]] = {}
+    for name, number in assign_files(_sizes(plan), world.size * width).items():
+        of_track.setdefault(number, {})[name] = plan[name]
+    tracks = [_Track(number % world.size, files) for number, files in sorted(of_track.items())]
     write = partial(_write_file, order.folder, metadata=order.metadata)
     writers = {
         number: _Writer(write, track.files)
@@ -200,15 +184,6 @@ def _write(order: _Order, plan: Plan, world: World) -> list[_Outcome]:
             writer.end()
     files = [file for writer in writers.values() for file in writer.written]
     return world.all_gather((world.as_told(failure()), files))
-
-
-def _tracks(plan: Plan, world: World) -> list[_Track]:
-    """Assign files to tracks; every rank writes the files of several tracks at a time."""
-    width = max(1, IO_THREADS // world.size)
-    of_track: dict[int, dict[str, Sequence[TensorSource]]] = {}
-    for name, number in assign_files(_sizes(plan), world.size * width).items():
-        of_track.setdefault(number, {})[name] = plan[name]
-    return [_Track(number % world.size, files) for number, files in sorted(of_track.items())]
 
 
 _Turn = tuple[int, int]  # a message of a file: its sender, its bytes
@@ -270,7 +245,7 @@ class _Track:
 
     def _shared(self) -> Iterator[TensorSource]:
         for sources in self.files.values():
-            yield from (source for source in in_order(sources) if source.owned)
+            yield from (source for source in safetensors.in_order(sources) if source.owned)
 
 
 class _Sender:
@@ -289,10 +264,6 @@ class _Sender:
             except Exception as error:  # noqa: BLE001  all ranks raise it
                 self.failure = error
         return torch.zeros(nbytes, dtype=torch.uint8)
-
-
-class _Abandoned(Exception):
-    """No more messages come for a file that is not complete."""
 
 
 class _Writer:
@@ -322,23 +293,23 @@ class _Writer:
     def _run(self) -> None:
         try:
             for name, sources in self._files.items():
-                self.written.append(self._write(name, [self._fed(source) for source in sources]))
-        except _Abandoned:
+                fed = [
+                    replace(s, pieces=partial(self._received, s)) if s.owned else s for s in sources
+                ]
+                self.written.append(self._write(name, fed))
+        except EOFError:  # no more messages come for a file that is not complete
             pass
         except Exception as error:  # noqa: BLE001  all ranks raise it
             self.failure = error
         while not self._ended:  # nobody waits for room
             self._next()
 
-    def _fed(self, source: TensorSource) -> TensorSource:
-        return replace(source, pieces=partial(self._received, source)) if source.owned else source
-
     def _received(self, source: TensorSource) -> Iterator[torch.Tensor]:
         left = source.nbytes
         while left:
             message = self._next()
             if message is None:
-                raise _Abandoned
+                raise EOFError
             left -= len(message)
             yield message.view(source.dtype)
 

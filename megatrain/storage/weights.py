@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,46 +16,19 @@ import torch
 from megatrain.errors import ModelError, StorageError, logger
 from megatrain.heartbeat import WEIGHTS_READ, beat, doing, may_end_here
 from megatrain.memory.store import Store
+from megatrain.models import pretrained
 from megatrain.models.anatomy import Anatomy
-from megatrain.models.constants import FLOATS, Constants, ParameterPlace
+from megatrain.models.constants import FLOATS, NO_IMAGES, Constants, ParameterPlace, UnusedWeights
 from megatrain.models.initialize import NewHead
 from megatrain.models.names import Tensors
-from megatrain.models.pretrained import (
-    UNUSABLE,
-    ModelSource,
-    quantisation_in,
-    read_model_config,
-    reading_once,
-)
 from megatrain.optim.split import as_weight, split_master
+from megatrain.storage import manifest, safetensors
 from megatrain.storage.dequantise import Derived, dequantised
 from megatrain.storage.hashed_file import WrittenFile
-from megatrain.storage.manifest import (
-    Manifest,
-    check_model_files,
-    damaged,
-    manifest_of_model,
-    verifies,
-)
-from megatrain.storage.passthrough import (
-    NOTHING,
-    Passthrough,
-    describe_passthrough,
-    passthrough_of,
-    with_frozen,
-)
+from megatrain.storage.passthrough import NOTHING, Passthrough, passthrough_of, with_frozen
 from megatrain.storage.run_folder import CONFIG
-from megatrain.storage.safetensors import (
-    HashedReader,
-    StoredTensor,
-    dtype_name,
-    in_parallel,
-    open_shards,
-)
-from megatrain.storage.sharded_write import ShardReader, readings
-
-SUFFIX = ".safetensors"
-
+from megatrain.storage.safetensors import StoredTensor, dtype_name
+from megatrain.storage.sharded_write import readings
 
 # `chunks(start, stop)` yields (first element, flat values) in order: of all of the tensor by
 # default, else at least of those elements.
@@ -66,7 +39,7 @@ Chunks = Callable[..., Iterator[tuple[int, torch.Tensor]]]
 def load_weights(
     anatomy: Anatomy,
     store: Store,
-    source: ModelSource,
+    source: pretrained.ModelSource,
     constants: Constants,
     head: NewHead | None = None,
 ) -> tuple[Tensors, Passthrough]:
@@ -92,12 +65,12 @@ def load_weights(
         candidates = with_head(read_gguf(source), head, source)
         copy_in(anatomy, store, candidates, str(source.file), constants)
         return anatomy.published.tensors, NOTHING  # its names are transformers' own
-    if how := quantisation_in(source.path):
+    if how := pretrained.quantisation_in(source.path):
         logger.info(f"{source.path}: its {how.method} weights are dequantised when they are read")
-    manifest = manifest_of_model(source.path)
-    hashed = manifest.files if manifest and verifies() else {}
+    saved = manifest.manifest_of_model(source.path)
+    hashed = saved.files if saved and manifest.verifies() else {}
     sums = {source.path / name: file for name, file in hashed.items()}
-    with damage_first(source.path, manifest):
+    with damage_first(source.path, saved):
         candidates = with_head(open_folder(source), head, source)
         found = copy_in(anatomy, store, candidates, str(source.file), constants, sums)
     kept = passthrough_of(source.path, {name: candidates[name] for name in found.passthrough})
@@ -118,23 +91,38 @@ def load_weights(
     return anatomy.published.named_as(found.names), with_frozen(kept, held, store, source.file)
 
 
-def check_headers(anatomy: Anatomy, constants: Constants, source: ModelSource) -> None:
-    """Compare the names, shapes and dtypes of a folder's tensors with the model's. Raises
-    ModelError and StorageError."""
-    with damage_first(source.path, manifest_of_model(source.path)):
+def check_headers(anatomy: Anatomy, constants: Constants, source: pretrained.ModelSource) -> None:
+    """Compare a folder's tensors with the model's. Raises ModelError and StorageError."""
+    with damage_first(source.path, manifest.manifest_of_model(source.path)):
         match(anatomy, open_folder(source), str(source.file), constants)
 
 
+def describe_passthrough(
+    where: Path, passthrough: Passthrough, dropped: Collection[str], who: UnusedWeights
+) -> str:
+    """A sentence about unused weights, and others that transformers dropped; empty without any."""
+    said = []
+    if len(passthrough.tensors) > len(dropped):
+        said.append(f"carried along unchanged: {', '.join(who.modules)}")
+        said += [NO_IMAGES] * who.multimodal
+    if dropped:
+        said.append(
+            f"carried along and not trained, as transformers does not load them: {min(dropped)}"
+            + (f" and {len(dropped) - 1} more" if len(dropped) > 1 else "")
+        )
+    return f"{where}: {'; '.join(said)}" if said else ""
+
+
 @contextmanager
-def damage_first(folder: Path, manifest: Manifest | None) -> Iterator[None]:
+def damage_first(folder: Path, saved: manifest.Manifest | None) -> Iterator[None]:
     """Turn an error raised inside into DamagedError if the folder's manifest shows the reason: a
     wrong name or value may be a damaged one."""
     try:
         yield
     except (ModelError, StorageError):
-        if manifest:
-            names = [name for name in manifest.files if not name.startswith("optimizer")]
-            check_model_files(folder, manifest, names)
+        if saved:
+            names = [name for name in saved.files if not name.startswith("optimizer")]
+            manifest.check_model_files(folder, saved, names)
         raise
 
 
@@ -160,19 +148,17 @@ def copy_in(
             may_end_here()
             constants.write(place, begin, values)
 
-    def copy_checked(path: Path, how: ShardReader) -> None:
+    def copy_checked(path: Path, how: Mapping[str, bool]) -> None:
         """Copy a file's tensors in one reading of all its bytes, or of this rank's share where
         another one hashes it."""
-        with HashedReader(path, *how) as file:
+        with safetensors.HashedReader(path, **how) as file:
             for place, stored in sorted(by_file[path], key=lambda copied: copied[1].offset):
                 copy(place, stored, partial(file.chunks, stored))
-            file.skip_to(file.nbytes)
-            written = sums[path]
-            if file.nbytes != written.nbytes or (how.hashes and file.sha256 != written.sha256):
-                raise damaged(path)
+            if not file.ends_as(sums[path]):
+                raise manifest.damaged(path)
 
     by_file: dict[Path, list[tuple[ParameterPlace, StoredTensor]]] = {
-        path: [] for path in sums if path.suffix == SUFFIX
+        path: [] for path in sums if path.suffix == ".safetensors"
     }
     copies: list[Callable[[], None]] = []
     for place, name in sorted(found.names.items(), key=lambda item: candidates[item[1]].where):
@@ -189,7 +175,7 @@ def copy_in(
         copies += [partial(_check_twins, candidates[a], candidates[o]) for a, o in found.twins]
     numel = sum(math.prod(candidates[name].shape) for name in found.names.values())
     with doing("reading the weights", numel / store.world.size, WEIGHTS_READ):
-        in_parallel(copies)
+        safetensors.in_parallel(copies)
     return found
 
 
@@ -298,7 +284,13 @@ def find_tensors(anatomy: Anatomy, names: Iterable[str], where: str) -> Found:
     """Match names, any that transformers knows, to the model's tensors. Raises ModelError if one is
     unknown, missing or there twice."""
     found, dropped = _match_names(anatomy, names, where)
-    twins = _take_aliases(found)
+    twins = []
+    for alias in [place for place in found if place.alias]:
+        owner, stand_in = replace(alias, alias=False), found.pop(alias)
+        if owner in found:
+            twins.append((stand_in, found[owner]))
+        else:
+            found[owner] = stand_in
     missing = anatomy.published.missing(found.keys())
     if missing:
         raise ModelError(
@@ -341,32 +333,19 @@ def _match_names(
     return found, dropped
 
 
-def _take_aliases(found: dict[ParameterPlace, str]) -> list[tuple[str, str]]:
-    """Remove tied tensors from `found`; one replaces its owner if that is missing. Returns the
-    names of (alias, owner) where both are present."""
-    twins = []
-    for alias in [place for place in found if place.alias]:
-        owner, stand_in = replace(alias, alias=False), found.pop(alias)
-        if owner in found:
-            twins.append((stand_in, found[owner]))
-        else:
-            found[owner] = stand_in
-    return twins
-
-
 # -- a folder's tensors --
 
 
-def open_folder(source: ModelSource) -> dict[str, Candidate]:
+def open_folder(source: pretrained.ModelSource) -> dict[str, Candidate]:
     """A model folder's tensors, by the headers of its files. Raises ModelError and StorageError."""
-    stored, how = open_shards(source.path), quantisation_in(source.path)
+    stored, how = safetensors.open_shards(source.path), pretrained.quantisation_in(source.path)
     if how is None:
         return {**stored}
     quantised, others = dequantised(stored, how)
     return {**quantised, **others}
 
 
-def read_gguf(source: ModelSource) -> dict[str, Candidate]:
+def read_gguf(source: pretrained.ModelSource) -> dict[str, Candidate]:
     """The tensors of a GGUF file, in RAM, de-quantised to fp32 by transformers, whose
     `from_pretrained` wants the accelerate package for that."""
     from transformers import AutoModelForCausalLM
@@ -374,12 +353,12 @@ def read_gguf(source: ModelSource) -> dict[str, Candidate]:
 
     file, read = source.file, cast(Any, load_gguf_checkpoint)
     try:
-        with reading_once(source):
-            config = read_model_config(source)
+        with pretrained.reading_once(source):
+            config = pretrained.read_model_config(source)
             with torch.device("meta"):
                 names = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
             tensors = read(str(file), return_tensors=True, model_to_load=names)["tensors"]
-    except UNUSABLE as error:
+    except pretrained.UNUSABLE as error:
         raise ModelError(
             f"{file}: this GGUF file cannot be read ({error}); "
             "name the Hugging Face folder of the model instead"
@@ -395,7 +374,7 @@ def in_memory(name: str, source: Path, values: torch.Tensor) -> Derived:
 
 
 def with_head(
-    candidates: Mapping[str, Candidate], head: NewHead | None, source: ModelSource
+    candidates: Mapping[str, Candidate], head: NewHead | None, source: pretrained.ModelSource
 ) -> dict[str, Candidate]:
     """The tensors of a language model's folder, and those that its classifier has besides, without
     those that this has no use for. Logs the difference."""
@@ -406,10 +385,8 @@ def with_head(
     found |= {name: in_memory(name, source.file, values) for name, values in drawn.items()}
     if drawn:
         logger.info(f"{source.file}: has no {_listed(sorted(drawn))}, which is drawn at random")
-    if unused := sorted(candidates.keys() & head.unused):
-        logger.info(
-            f"{source.file}: {_listed(unused)} is not used: a reward model has another head"
-        )
+    if left := sorted(candidates.keys() & head.unused):
+        logger.info(f"{source.file}: {_listed(left)} is not used: a reward model has another head")
     return found
 
 

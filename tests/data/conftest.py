@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatrain.data import encoding, shards
+from megatrain.data import cache as cached_sets
+from megatrain.data import encoding
 from megatrain.data.build import AskedSet
 from megatrain.data.encoding import RowOptions
 from megatrain.data.rows import TokenRows
@@ -104,4 +105,4 @@ def encode(
 @pytest.fixture
 def a_shard_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "BATCH_ROWS", 1)
-    monkeypatch.setattr(shards, "SHARD_ROWS", 1)
+    monkeypatch.setattr(cached_sets, "SHARD_ROWS", 1)

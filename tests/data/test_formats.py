@@ -85,12 +85,7 @@ def test_text_parts_are_joined_and_strings_reach_the_template():
 
 
 def test_fields_of_text_parts_are_refused_or_named():
-    part: dict[str, Any] = {
-        "type": "text",
-        "text": "yo",
-        "cache_control": {"type": "x"},
-        "id": None,
-    }
+    part: dict[str, Any] = {"type": "text", "text": "yo", "cache_control": {"x": 1}, "id": None}
     row = {"messages": [said("hi"), said([part], "assistant")]}
     assert read(row).unread == {"messages[].content[].cache_control"}
     part["train"] = False

@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.campaign import calls
 from megatrain.data import cache as cached_sets
-from megatrain.data import encoding, shards, workers
+from megatrain.data import encoding, workers
 from megatrain.data.build import AskedSet
 from megatrain.data.cache import RowWriter
 from megatrain.data.chat import Marked
@@ -57,7 +57,7 @@ def row(kind: str, number: int) -> dict[str, Any]:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small batches and shards, and processes from the first batch on."""
     monkeypatch.setattr(encoding, "BATCH_ROWS", BATCH)
-    monkeypatch.setattr(shards, "SHARD_ROWS", OF_SHARD)
+    monkeypatch.setattr(cached_sets, "SHARD_ROWS", OF_SHARD)
     monkeypatch.setattr(workers, "ALONE_ITEMS", 0)
 
 
@@ -100,7 +100,7 @@ def shard_folders(cache: Path) -> list[Path]:
 def test_rows_and_counts_do_not_depend_on_shards(encode_into, monkeypatch, tmp_path):
     several = encode_into("several")
     assert len(shard_folders(tmp_path / "several")) == ROWS // OF_SHARD
-    monkeypatch.setattr(shards, "SHARD_ROWS", ROWS)
+    monkeypatch.setattr(cached_sets, "SHARD_ROWS", ROWS)
     one = encode_into("one")
     assert len(shard_folders(tmp_path / "one")) == 1
     assert contents(several) == contents(one)
@@ -115,7 +115,7 @@ def test_every_byte_is_the_same_in_several_processes(encode_into, tmp_path):
 
 def test_a_shard_ends_by_its_bytes_too(encode_into, monkeypatch, tmp_path):
     rows = encode_into("rows")
-    monkeypatch.setattr(shards, "SHARD_LIMIT_BYTES", 2000)
+    monkeypatch.setattr(cached_sets, "SHARD_LIMIT_BYTES", 2000)
     assert contents(encode_into("bytes")) == contents(rows)
     assert len(shard_folders(tmp_path / "bytes")) > ROWS // OF_SHARD
 
@@ -125,7 +125,7 @@ def test_bad_rows_are_refused_in_the_same_words(encode_into, monkeypatch, tmp_pa
     words = r"rows\.jsonl:5: field '\w+' is missing: .*\(11 rows are bad of 100; mend them"
     words = words.replace(": .*", ".*")
     for size in (OF_SHARD, BATCH):  # of which the first shard is finished before
-        monkeypatch.setattr(shards, "SHARD_ROWS", size)
+        monkeypatch.setattr(cached_sets, "SHARD_ROWS", size)
         with pytest.raises(DataError, match=words):
             encode_into("refused", processes=processes, on_bad_row="refuse")
         assert not bytes_in(tmp_path / "refused")
@@ -263,7 +263,7 @@ def test_a_shard_of_another_place_is_made_anew(encode_into, tmp_path):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_full_disk_costs_the_shard_at_hand(encode_into, monkeypatch, tmp_path, processes):
-    monkeypatch.setattr(shards, "SHARD_LIMIT_BYTES", 1500)
+    monkeypatch.setattr(cached_sets, "SHARD_LIMIT_BYTES", 1500)
     encode_into("whole")
     fsync, calls_left = os.fsync, iter(range(30))
 

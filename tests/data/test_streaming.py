@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from megatrain.data import encoding, shards, streaming, workers
+from megatrain.data import cache as cached_sets
+from megatrain.data import encoding, streaming, workers
 from megatrain.data.build import AskedSet
 from megatrain.data.encoding import RowOptions
 from megatrain.data.loader import Loader
@@ -42,7 +43,7 @@ def row(number: int) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "BATCH_ROWS", 5)
-    monkeypatch.setattr(shards, "SHARD_ROWS", OF_SHARD)
+    monkeypatch.setattr(cached_sets, "SHARD_ROWS", OF_SHARD)
     monkeypatch.setattr(streaming, "LOOKED_EVERY_S", 0.01)
 
 
@@ -142,7 +143,7 @@ def test_the_order_does_not_depend_on_the_shards_that_are_there(
 def test_a_set_of_one_window_has_the_order_that_it_has_without_streaming(
     open_in, file, tokenizer, options, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(shards, "SHARD_ROWS", ROWS)
+    monkeypatch.setattr(cached_sets, "SHARD_ROWS", ROWS)
     rows = AskedSet(file, tokenizer, options, tmp_path / "whole").rows()
     loader = loader_of(open_in("one"))
     assert steps_of(loader) == steps_of(loader_of((rows, None, None)))  # type: ignore[arg-type]
@@ -236,7 +237,7 @@ def test_bad_rows_of_later_windows_are_skipped_and_told_of(open_in, options, wri
 
 @pytest.mark.slow
 def test_a_writer_that_is_killed_is_told_of(open_in, monkeypatch, tmp_path):
-    write = shards._write_shard
+    write = cached_sets._write_shard
 
     def killed(making: Any, *rest: Any) -> None:
         if len(making.shards) == 1:
@@ -244,7 +245,7 @@ def test_a_writer_that_is_killed_is_told_of(open_in, monkeypatch, tmp_path):
         write(making, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "_write_shard", killed)
+        patch.setattr(cached_sets, "_write_shard", killed)
         loader = loader_of(open_in("cache"))
         with pytest.raises(MegaTrainError, match="process that tokenises rows was ended from outs"):
             list(loader)
@@ -258,9 +259,11 @@ def test_a_rank_that_misses_a_shard_makes_it(open_in, monkeypatch, tmp_path):
     def never(*_: Any) -> None:
         time.sleep(60)
 
-    write = shards._write_shard
+    write = cached_sets._write_shard
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "_write_shard", lambda *at: (never if at[0].shards else write)(*at))
+        patch.setattr(
+            cached_sets, "_write_shard", lambda *at: (never if at[0].shards else write)(*at)
+        )
         first = open_in("cache")
     second = open_in("cache", at_once=False)
     first[2].close()
@@ -269,13 +272,13 @@ def test_a_rank_that_misses_a_shard_makes_it(open_in, monkeypatch, tmp_path):
 
 
 def test_who_leaves_does_not_wait_for_a_window(open_in, monkeypatch):
-    write = shards._write_shard
+    write = cached_sets._write_shard
 
     def slow(making: Any, *rest: Any) -> None:
         time.sleep(10 if making.shards else 0)
         write(making, *rest)
 
-    monkeypatch.setattr(shards, "_write_shard", slow)
+    monkeypatch.setattr(cached_sets, "_write_shard", slow)
     batches, began = loader_of(open_in("cache")).batches(), time.monotonic()
     assert len([*islice(batches, 2)]) == 2, "and the next goes on in the second window"
     batches.close()  # type: ignore[attr-defined]

@@ -198,11 +198,10 @@ def test_a_cut_of_more_than_a_tenth_is_warned_of_just_above_it(lengths_of):
 
 @pytest.mark.parametrize("share", [0.0999, 0.1001])
 def test_the_share_is_a_tenth(share):
-    counts = Counts(
-        tokens=10_000, truncated=1, truncated_tokens=round(share * 10_000), longest=2000
-    )
-    assert bool(rows.cut_warnings(counts, 64)) == (share > 0.1)
-    assert rows.cut_warnings(counts, None) == []
+    cut = round(share * 10_000)
+    counts = Counts(tokens=10_000, truncated=1, truncated_tokens=cut, longest=2000)
+    assert bool(rows.cut_warnings(counts, 64, "keep_start")) == (share > 0.1)
+    assert rows.cut_warnings(counts, None, "keep_start") == []
 
 
 def test_the_end_of_one_answer_is_worth_a_warning(encode):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -161,6 +162,15 @@ def failing(item: int) -> int:
     if item == 3:
         raise DataError("the fourth")
     return item
+
+
+def test_a_dead_worker_is_waited_for_once_and_no_other_child_is():
+    other, work = subprocess.Popen(["sleep", "60"]), lambda code: os._exit(code)
+    with pytest.raises(DataError, match=r"ends its process \(3\)"), Team[int, None](work) as team:
+        [*team.map([3] * 4)]
+    assert other.poll() is None
+    other.kill()
+    assert other.wait() == -signal.SIGKILL
 
 
 def test_results_and_errors_come_in_order(two_at_once):

@@ -167,9 +167,10 @@ def evaluations_of(run_dir: Path) -> list[Row]:
 def small_windows(patch: pytest.MonkeyPatch, *, waits: bool = False) -> None:
     """Rows that are trained on while they are tokenised come in windows of 20. waits: the third one
     waits for a file `go` in the current folder."""
-    from megatrain.data import encoding, shards, streaming
+    from megatrain.data import cache as cached_sets
+    from megatrain.data import encoding, streaming
 
-    write = shards._write_shard
+    write = cached_sets._write_shard
 
     def slow(making: Any, *rest: Any) -> None:
         while waits and len(making.shards) >= 2 and not Path("go").exists():
@@ -177,9 +178,9 @@ def small_windows(patch: pytest.MonkeyPatch, *, waits: bool = False) -> None:
         write(making, *rest)
 
     patch.setattr(encoding, "BATCH_ROWS", 5)
-    patch.setattr(shards, "SHARD_ROWS", 20)
+    patch.setattr(cached_sets, "SHARD_ROWS", 20)
     patch.setattr(streaming, "LOOKED_EVERY_S", 0.01)
-    patch.setattr(shards, "_write_shard", slow)
+    patch.setattr(cached_sets, "_write_shard", slow)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:

@@ -40,11 +40,7 @@ STEPS = [micro_batches(seed) for seed in range(3)]
 RATES = [1e-3, 8e-4, 5e-4]
 EPS = 1e-4  # far above rounding: some gradients are zero but for that
 IDS = torch.randint(3, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(1))
-PROCESSOR = {
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-}
+PROCESSOR = {"processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"}
 # experts one by one, masks of images, images, tied embeddings, a parameter that is no module's.
 # `python -m benchmarks.families` does the same with every family that there is.
 FAMILIES = ("qwen3.5-moe", "gemma3", "llama4", "qwen2-vl", "llava-next")

@@ -43,7 +43,11 @@ def import_config(
     document = read_yaml(read_text(Path(source)), name).value
     if not isinstance(document, dict):
         raise ConfigError(f"{name}: is no mapping of keys")
-    given = {key: Located(_as_theirs(plain(one)), one.place) for key, one in document.items()}
+    given = {}
+    for key, one in document.items():
+        value = plain(one)
+        said = YAML_1_1.get(value, value) if isinstance(value, str) else value
+        given[key] = Located(said, one.place)
     trainer = trainer or _trainer_of(given, name)
     if trainer not in TRAINERS:
         raise ConfigError(f"--from: {trainer} is none of {', '.join(TRAINERS)}")
@@ -60,10 +64,6 @@ def import_config(
     except ConfigError as error:
         sheet.missing = str(error).replace("keywords: ", "")
     return sheet
-
-
-def _as_theirs(value: Any) -> Any:
-    return YAML_1_1.get(value, value) if isinstance(value, str) else value
 
 
 def _trainer_of(given: Mapping[str, Any], name: str) -> str:

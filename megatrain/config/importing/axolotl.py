@@ -9,8 +9,6 @@ from megatrain.config.importing import shared, trl
 from megatrain.config.importing.shared import KNOWN_ROLES, Source, paths_of, put_sources, turns
 from megatrain.config.importing.sheet import Sheet, table_of, tables_of
 
-LONG = {"truncate": "keep_start"}
-
 
 def read(sheet: Sheet, gpus: int, method: str | None) -> None:
     """Decide of every key."""
@@ -57,7 +55,8 @@ def _data(sheet: Sheet, method: str) -> None:
         sheet.put("train.eval_every", None, *n.STRATEGIES, "evals_per_epoch")
     long = str(sheet.get("excess_length_strategy", "drop"))
     if method != "pretrain":
-        sheet.put("data.truncation_mode", LONG.get(long, long), "excess_length_strategy")
+        mode = "keep_start" if long == "truncate" else long
+        sheet.put("data.truncation_mode", mode, "excess_length_strategy")
     name = "pretraining_dataset" if method == "pretrain" else "datasets"
     for given, key in ((name, "data.train"), ("test_datasets", "data.eval")):
         if isinstance(path := sheet.get(given), str):

@@ -19,9 +19,7 @@ NO_ROWS = "names no rows; say their path"
 Source = dict[str, Any]  # path, split, format, weight; columns and text_field hold for all of a run
 
 
-def arguments(
-    sheet: Sheet, gpus: int, texts: str = "", length: Sequence[Any] | None = None
-) -> None:
+def arguments(sheet: Sheet, gpus: int, texts: str = "", length: list[Any] | None = None) -> None:
     """Read the training arguments, as `training` in the trainer's tables names them.
 
     Args:

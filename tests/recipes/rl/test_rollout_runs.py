@@ -224,9 +224,8 @@ def test_the_report_shows_rewards_answers_and_where_the_time_goes(megatrain, tas
 
 
 def test_held_out_prompts_are_rewarded_and_choose_the_best(megatrain, task):
-    options = ["data.eval=4", "train.eval_every=2", "rollout.eval_generations=3"]
-    options += ["train.tokens_per_step=null"]  # as not set: it follows from rollout
-    megatrain("train rl.yaml", *options)
+    options = "data.eval=4 train.eval_every=2 rollout.eval_generations=3"
+    megatrain(f"train rl.yaml {options} train.tokens_per_step=null")  # which follows from rollout
     found = [line for line in metrics_of(task / "run") if "eval_reward" in line]
     assert [line["step"] for line in found] == [0, 2, 4, 6, 8, 10]
     assert found[0].keys() >= {"eval_pass@3", "eval_completions/mean_length", "eval_reward_std"}
