@@ -239,7 +239,7 @@ class _Collector:
             self.mapping(entry.value, name)
         elif name == "model" and isinstance(entry.value, str):
             self._add(replace(leaf, key=("model", "path")))
-        elif entry.value is not None:
+        elif entry.value is not None or entry.place == COMMAND_LINE:
             own = "a hub id, a folder or a mapping" if name == "model" else "a mapping"
             example = f"{name}: {{{SECTIONS[name][0]}: ...}}"
             reason = f"must be {own} such as `{example}`, not {shown(leaf.value)}"
@@ -283,8 +283,7 @@ def _clash(leaf: Leaf, first: Leaf) -> str:
 
 
 def _first_set(leaves: Leaves, keys: Iterable[Key]) -> Leaf | None:
-    found = (leaves[key] for key in keys if key in leaves)
-    return next((leaf for leaf in found if leaf.value is not None), None)
+    return next((one for key in keys if (one := leaves.get(key)) and one.value is not None), None)
 
 
 def _overlay(lower: Leaves, upper: Leaves) -> Leaves:

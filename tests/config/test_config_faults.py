@@ -34,7 +34,7 @@ CONTRADICTIONS = {
     "'model={config: a, path: b}'": "model.path at command line; keep one",
     "'model={config: a, init: pretrained}'": "`config` gives a shape and no weights",
     "train=5": "train: must be a mapping",
-    "model=5": "model: must be a hub id, a folder or a mapping",
+    "model=": "model: must be a hub id, a folder or a mapping such as `model: {path: ...}`",
     "=5": "'=5' is not key=value",
     "train.": "'train.' is not key=value",
     "train..seed=1": "is not key=value",
