@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatrain.config import Config
-from megatrain.config.resuming import asked_again, check_changes, is_open, resumed_configs
+from megatrain.config import Config, resuming
 from megatrain.data.build import Expected
 from megatrain.data.loader import Loader
 from megatrain.data.rows import Rows, TokenRows
@@ -90,14 +89,15 @@ def plan_model(config: Config, shape_alone: bool, machine: Machine | None) -> tu
     if config.model.init == "pretrained" and not shape_alone:
         check_tensors(resolved.skeleton, config.model.source)
     checked = check_once(resolved.skeleton, config.model.trust_remote_code)
-
-    def plan_on(machine: Machine) -> Plan:
-        return setup.plan_run(config, replace(resolved, machine=machine))
-
     steps = config.train.max_steps if config.train.epochs is None else None
     plan = setup.plan_run(config, resolved, steps, suggest=True)
     silent = not checked.reason and setup.other_balance(resolved) is None
-    return beside_others(config, plan, resolved.machine.alone, plan_on), silent
+    return beside_others(
+        config,
+        plan,
+        resolved.machine.alone,
+        lambda machine: setup.plan_run(config, replace(resolved, machine=machine)),
+    ), silent
 
 
 def train(config: Config, profile: Path | None = None) -> RunSummary:
@@ -107,7 +107,15 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
     def work(session: Session) -> RunSummary:
         world = session.world
         if world.on_rank0(partial(goes_on, config)):
-            return _resume_in(session, asked_again(config.output, ()), None)
+            own = resuming.asked_again(config.output, ())
+            said, kept = (resuming.for_state(one, {})["config"] for one in (config, own))
+            if said != kept:
+                logger.warning(
+                    f"{config.output} goes on with its own config.yaml; what this command says of "
+                    f"{', '.join(name for name in said if said[name] != kept[name])} does not "
+                    "count: set it with `megatrain resume`"
+                )
+            return _resume_in(session, own, None)
         return finish_run(get_ready(config, world=world), session, profile=profile)
 
     def as_one(world: World) -> RunSummary:
@@ -120,15 +128,12 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
 
 
 def resume(
-    run_dir: str | Path,
-    overrides: Sequence[str] | Mapping[str, Any] = (),
-    checkpoint: str | None = None,
+    run_dir: Path, overrides: Sequence[str] | Mapping[str, Any] = (), checkpoint: str | None = None
 ) -> RunSummary:
     """Continue a run from its newest intact checkpoint, bit for bit. Raises MegaTrainError.
     overrides: keys that may change (config/resuming.py). checkpoint: another one, by name; those of
     later saves stay until the next save."""
-    run_dir = Path(run_dir)
-    asked = asked_again(run_dir, overrides)
+    asked = resuming.asked_again(run_dir, overrides)
     work = partial(_resume_in, asked=asked, checkpoint=checkpoint)
     return rendezvous.as_rank(asked.device, partial(_in_session, run_dir, asked, work))
 
@@ -145,8 +150,8 @@ def _in_session(
             return work(session)
         except Stopped:
             session.stop.says("before the first step: nothing was trained and nothing is lost")
-            saved, code = bool(checkpoints(path)), session.stop.exit_code
-            return RunSummary(path, 0, 0, 0.0, resumable=saved, exit_code=code)
+            code = session.stop.exit_code
+            return RunSummary(path, 0, 0, 0.0, resumable=bool(checkpoints(path)), exit_code=code)
 
 
 def _resume_in(session: Session, asked: Config, checkpoint: str | None) -> RunSummary:
@@ -160,17 +165,17 @@ def _resume_in(session: Session, asked: Config, checkpoint: str | None) -> RunSu
         )
         if world.is_first and (run_dir / f"{REPORT_FILE}.tmp").exists():  # a kill came between
             write_report([run_dir])
-        losses = held_out_losses(run_dir)
-        return RunSummary(run_dir, 0, 0, 0.0, final_dir=run_dir / FINAL, **losses)
+        return RunSummary(run_dir, 0, 0, 0.0, final_dir=run_dir / FINAL, **held_out_losses(run_dir))
     if "output" in asked.model_fields_set and asked.output.absolute() != run_dir.absolute():
         logger.info(f"resuming in {run_dir} (the run was started in {asked.output})")
     for warning in (*point.warnings, *other_circumstances(run_dir, world)):
         logger.warning(warning)
-    sums, kept = point.state.get(SUMS), {}
-    if sums is not None and point.state.get(RANKS) == world.size and is_open(asked, KEYS[SUMS]):
-        kept = {SUMS: sums}  # on the device, as planned for as many ranks
-    ready = get_ready(point.config, point.model(), point.rows, world, kept)
-    return finish_run(ready, session, point.found)
+    sums, as_many = point.state.get(SUMS), point.state.get(RANKS) == world.size
+    keeps = as_many and sums is not None and resuming.is_open(asked, KEYS[SUMS])
+    kept = {SUMS: sums} if keeps else {}  # on the device, as planned for as many ranks
+    return finish_run(
+        get_ready(point.config, point.model(), point.rows, world, kept), session, point.found
+    )
 
 
 def get_ready(
@@ -181,7 +186,6 @@ def get_ready(
     kept: Mapping[str, Any] | None = None,
 ) -> Ready:
     """Read the rows and plan. Raises PlanError for what does not fit, before weights are read.
-
     model: another than the config's. expected: the rows of a resumed run. kept: as in `request_of`.
     """
     new = model is None and config.model.init == "pretrained"
@@ -269,8 +273,8 @@ def plan_and_loader(
     model: Model,
     resolved: Resolved,
     rows: Rows,
-    windows: Stream | None = None,
-    held_out: Rows | None = None,
+    windows: Stream | None,
+    held_out: Rows | None,
 ) -> tuple[Plan, Loader | Rollouts]:
     """The plan, which now counts checkpoints and padding, and the loader of its micro-batches, or
     what writes the answers to prompts, all of which the plan takes for as long as they may be."""
@@ -342,10 +346,11 @@ def finish_run(
         with session.world.together():
             if target and session.world.is_first:
                 uploads = Uploads(target, session.path)
-        shown = Progress(
-            session.console, log_every=train.log_every, pending=lambda: session.stop.pending
+        progress = stack.enter_context(
+            Progress(
+                session.console, log_every=train.log_every, pending=lambda: session.stop.pending
+            )
         )
-        progress = stack.enter_context(shown)
         run = open_run(ready, session, progress, stack, resuming)
         run.trace, run.uploads = profile, uploads
         session.stop.stop_if_early()
@@ -364,13 +369,9 @@ def finish_run(
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint to resume from, and the config that it was saved under.
-
-    Attributes:
-        state: as it was saved.
-        digests: of the model's files, when the run began.
-        warnings: of checkpoints passed over, and of what has changed.
-    """
+    """A checkpoint to resume from, and the config that it was saved under. state: as it was saved.
+    digests: of the model's files, when the run began. warnings: of checkpoints passed over, and of
+    what has changed."""
 
     found: Resumable
     state: Mapping[str, Any]
@@ -413,8 +414,8 @@ def resume_point(run_dir: Path, asked: Config, name: str | None = None) -> Resum
         raise nothing_to_resume(run_dir)
     about = read_about(found.path)
     state, digests = about["state"], about["made_of"].get("source", {})
-    before, config = resumed_configs(run_dir, asked, state)
-    warnings = (*found.warnings, *check_changes(before, config))
+    before, config = resuming.resumed_configs(run_dir, asked, state)
+    warnings = (*found.warnings, *resuming.check_changes(before, config))
     return ResumePoint(found, state, digests, before, config, warnings)
 
 
