@@ -105,18 +105,18 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
     profile: file for the timeline of one steady step, which Perfetto opens."""
 
     def work(session: Session) -> RunSummary:
-        world = session.world
-        if world.on_rank0(partial(goes_on, config)):
+        if session.world.on_rank0(partial(goes_on, config)):
             own = resuming.asked_again(config.output, ())
-            said, kept = (resuming.for_state(one, {})["config"] for one in (config, own))
-            if said != kept:
+            said, kept = (
+                resuming.flatten(resuming.for_state(one, {})["config"]) for one in (config, own)
+            )
+            if others := f"{', '.join(k for k in said if said[k] not in ('auto', kept.get(k)))}":
                 logger.warning(
                     f"{config.output} goes on with its own config.yaml; what this command says of "
-                    f"{', '.join(name for name in said if said[name] != kept[name])} does not "
-                    "count: set it with `megatrain resume`"
+                    f"{others} does not count: set it with `megatrain resume`"
                 )
             return _resume_in(session, own, None)
-        return finish_run(get_ready(config, world=world), session, profile=profile)
+        return finish_run(get_ready(config, world=session.world), session, profile=profile)
 
     def as_one(world: World) -> RunSummary:
         if profile is not None and world.is_first:
@@ -150,8 +150,9 @@ def _in_session(
             return work(session)
         except Stopped:
             session.stop.says("before the first step: nothing was trained and nothing is lost")
-            code = session.stop.exit_code
-            return RunSummary(path, 0, 0, 0.0, resumable=bool(checkpoints(path)), exit_code=code)
+            return RunSummary(
+                path, 0, 0, 0.0, resumable=bool(checkpoints(path)), exit_code=session.stop.exit_code
+            )
 
 
 def _resume_in(session: Session, asked: Config, checkpoint: str | None) -> RunSummary:

@@ -196,7 +196,7 @@ def test_a_requeued_job_goes_on_with_the_same_command(megatrain, project, monkey
     assert "holds a run already" in megatrain(command, code=2).err  # a second command of the job
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     said = megatrain(f"{command}0").err
-    assert "says of checkpoint does not count" in said and (project / "run/final").is_dir()
+    assert "says of checkpoint.every does not count" in said and (project / "run/final").is_dir()
     assert [step["step"] for step in steps_of(project / "run")] == [1, 2, 3, 4]
     monkeypatch.setenv("SLURM_JOB_ID", "18")
     assert "holds a run already" in megatrain(command, code=2).err
