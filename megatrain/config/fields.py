@@ -173,8 +173,7 @@ class TrainOptions(Options):
         if self.epochs is None and self.max_steps is None:
             refuse("epochs", "without epochs and max_steps the run has no end; set one")
         if self.warmup >= 1 and not self.warmup.is_integer():
-            steps = "a share below 1 or a whole number of steps"
-            refuse("warmup", f"must be {steps}, not {self.warmup}")
+            refuse("warmup", f"must be a share below 1 or a whole number, not {self.warmup}")
         if self.decay is not None and self.schedule != "wsd":
             refuse("decay", f"belongs to schedule: wsd, not to {self.schedule}; remove it")
         if self.decay is not None and self.warmup < 1 and self.warmup + self.decay > 1:
@@ -572,8 +571,9 @@ def check_functions(config: Config) -> None:
         if is_function(one) and not Path(file).is_file():
             raise ConfigError(f"{where}: {file}: no such file")
         if not is_function(one) and not Path(one).is_dir():
-            forms = "neither FILE.py:NAME nor the folder of a reward model"
-            raise ConfigError(f"{where}: {one}: is {forms}")
+            raise ConfigError(
+                f"{where}: {one}: is neither FILE.py:NAME nor the folder of a reward model"
+            )
 
 
 def check_sources(config: Config) -> None:

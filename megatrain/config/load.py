@@ -188,8 +188,9 @@ def parse_override(override: str) -> dict[str, Located]:
     try:
         tree = read_yaml(text, COMMAND_LINE)
     except ConfigError as error:
-        reason = str(error).removeprefix(COMMAND_LINE)
-        raise ConfigError(f"{COMMAND_LINE}: {dotted}{reason}") from None
+        raise ConfigError(
+            f"{COMMAND_LINE}: {dotted}{str(error).removeprefix(COMMAND_LINE)}"
+        ) from None
     return _nested(names, Located(tree.value, COMMAND_LINE))
 
 
@@ -293,6 +294,8 @@ def _overlay(lower: Leaves, upper: Leaves) -> Leaves:
     for ways in RIVALS:
         if any(_first_set(upper, keys) for keys in ways):
             retired |= {key for keys in ways if not _first_set(upper, keys) for key in keys}
+    if any(key[0] == "rollout" for key in upper):
+        retired.add(n.ROWS_OF_A_STEP)  # which follow, and stand in a run's config
     path = upper.get(("model", "path"))
     if path is not None and path.typed != "model.path":
         retired |= {key for key in lower if key[0] == "model"}
@@ -309,7 +312,7 @@ def _combine_halves(leaves: Leaves, problems: list[str]) -> Leaves:
         if not problems:  # else the other half may be among them
             problems.append(times.problem(reason))
     if rows is not None:
-        key = ("train", "rows_per_step")
+        key = n.ROWS_OF_A_STEP
         whole[key] = replace(rows, key=key, value=rows.value * (times.value if times else 1))
     betas = [leaves.get(n.BETA1), leaves.get(n.BETA2)]
     given = next((beta for beta in betas if beta), None)

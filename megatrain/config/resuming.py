@@ -123,8 +123,7 @@ def check_changes(before: Config, after: Config) -> list[str]:
 
 def _reason(key: str, table: Mapping[str, str]) -> str | None:
     """The first row of the key or of its section."""
-    rows = (row for row in table if f"{key}.".startswith(f"{row}."))
-    return table.get(next(rows, ""))
+    return table.get(next((row for row in table if f"{key}.".startswith(f"{row}.")), ""))
 
 
 def _flat(config: Config) -> dict[str, Any]:

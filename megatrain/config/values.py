@@ -62,8 +62,7 @@ class Options(BaseModel):
 
     def own(self) -> list[str]:
         """Names of keys that have another value than their default."""
-        fields = type(self).model_fields
-        return [name for name, value in self if value != fields[name].default]
+        return [name for name, value in self if value != type(self).model_fields[name].default]
 
 
 def _words_of(kind: Any, beside: Iterable[object] = ()) -> list[str]:

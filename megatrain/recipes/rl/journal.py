@@ -72,8 +72,7 @@ class Journal:
             whole = {path: journal._read(path, wanted) for path in {*theirs, own}}
             for path in (path for path, size in whole.items() if not size):
                 path.unlink(missing_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-            journal._descriptor = os.open(own, flags, 0o600)
+            journal._descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.ftruncate(journal._descriptor, whole[own])
             if not whole[own]:
                 journal._write({"origin": dict(origin)})

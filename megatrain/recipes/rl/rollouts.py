@@ -122,6 +122,9 @@ class Rollouts:
         options, rollout = self.config.policy, self.config.rollout
         self.answers, self.iterations = options.num_generations, options.num_iterations
         self.prompts = rollout.generation_batch_size // self.answers
+        self.cut = (
+            f"{self.prompts} prompts, {rollout.steps_per_generation} x {self.iterations} steps"
+        )
         told = rollout.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
         self.draw = Draw(seed=self.config.train.seed, **told)
         self.ends = end_tokens(self.model)
@@ -132,7 +135,7 @@ class Rollouts:
 
     def position(self) -> dict[str, int | str]:
         seed = self.config.train.seed
-        return {**asdict(self.place), "seed": seed, "data": self.rows.digest}
+        return {**asdict(self.place), "seed": seed, "data": self.rows.digest, "cut": self.cut}
 
     def restore(self, position: Mapping[str, Any]) -> None:
         """Continue from a saved position. Raises DataError if it is of other data or another seed,
@@ -140,9 +143,12 @@ class Rollouts:
         check_digest(self.rows.digest, position.get("data"))
         numbers = [position.get(name) for name in asdict(self.place)]
         whole = all(type(number) is int and number >= 0 for number in numbers)
+        whole &= not numbers[-1] or position.get("cut", self.cut) == self.cut
         if not whole or position.get("seed") != self.config.train.seed:
             raise DataError(
-                f"the checkpoint's position is of another train.seed, or broken: {dict(position)}"
+                "the checkpoint's position is of another train.seed, or within a rollout of "
+                f"another size than {self.cut}, or broken: {dict(position)}; set that back, or "
+                "resume from another checkpoint (--checkpoint NAME)"
             )
         self.place = RolloutPosition(*numbers)  # type: ignore[arg-type]
 
@@ -174,8 +180,7 @@ class Rollouts:
         if self.config.policy.dynamic_sampling:  # all have as many, and epochs do not end one
             return self.prompts
         share = 1.0 if epochs is None else min(1.0, epochs - place.epoch)
-        of_epoch = max(0, math.ceil(share * len(self.rows) - 1e-9))
-        return min(self.prompts, of_epoch - place.index)
+        return min(self.prompts, max(0, math.ceil(share * len(self.rows) - 1e-9)) - place.index)
 
     def _steps_of(self, prompts: int) -> int:
         """Steps that a rollout of so many prompts is handed out in."""
@@ -216,8 +221,7 @@ class Rollouts:
         """The step of some groups. Answers of groups without signal teach nothing and are left
         out, unless the loss holds all to a reference; losses are means over all."""
         chosen = [group * self.answers + n for group in groups for n in range(self.answers)]
-        silent = rollout.judged.without_signal
-        taught = [one for one in chosen if self.held or not silent[one]]
+        taught = [one for one in chosen if self.held or not rollout.judged.without_signal[one]]
         taught = taught or [min(chosen, key=lambda number: len(rollout.answers[number].ids))]
         left_out = sorted({*chosen} - {*taught})
         rows = self._rows(rollout, taught, rollout.judged.values[taught])
@@ -274,9 +278,10 @@ class Rollouts:
         """
         if self.held_out is None:
             return None
-        count = self.config.rollout.eval_generations
         with suppress(Stopped):
-            return self.answered(self.held_out, limit, count, stop)[0]
+            return self.answered(self.held_out, limit, self.config.rollout.eval_generations, stop)[
+                0
+            ]
         return None
 
     def answered(
@@ -307,7 +312,8 @@ class Rollouts:
             while len(found) < count and taken < tries:
                 asked = self._prompts(place, taken, min(count - len(found), tries - taken))
                 taken += len(asked)
-                if not asked.keys() <= journal.rewards.keys():
+                given = (len(journal.rewards.get(key, {}).get("rewards", ())) for key in asked)
+                if {*given} != {len(self.judges.names)}:  # by other functions, or not at all
                     self._check_first(journal)
                 spent.update(self._fill(journal, asked, self.answers, self.draw, stop, begin))
                 teach = [True] * len(asked)
@@ -360,8 +366,11 @@ class Rollouts:
                 digest.update(name.encode() + Path(file).read_bytes())
             else:
                 digest.update(json.dumps(frozen.digests_of_model(one), sort_keys=True).encode())
-        found = {"settings": digest.hexdigest(), "prompts": self.rows.digest}
-        return {**found, "megatrain": VERSION}
+        return {
+            "settings": digest.hexdigest(),
+            "prompts": self.rows.digest,
+            "megatrain": VERSION,
+        }
 
     def _fill(
         self,
@@ -400,8 +409,8 @@ class Rollouts:
             write = self.write
             if toolbox is not None:
                 turns = self.config.tools.max_tool_calling_iterations
-                about = toolbox, self.judges, prompts, stop, most, turns
-                write = partial(Episodes(*about).written, write)
+                episodes = Episodes(toolbox, self.judges, prompts, stop, most, turns)
+                write = partial(episodes.written, write)
             answers = write(requests, draw, self.ends)
             with closing(answers):
                 for answer in answers if writes else ():
@@ -440,8 +449,7 @@ class Rollouts:
         if self.rows.toolbox is not None:
             calls = sum(one.calls for one in answers)
             means["tools/call_frequency"] = calls / len(answers)
-            failures = sum(one.failures for one in answers)
-            means["tools/failure_frequency"] = failures / max(1, calls)
+            means["tools/failure_frequency"] = sum(one.failures for one in answers) / max(1, calls)
         return judged, {**judged.metrics, **lengths_of(answers), **means}
 
     def _group(self, key: int, prompt: Prompt, answers: Sequence[Answer], step: int) -> Group:
@@ -517,8 +525,8 @@ class Rollouts:
         write other answers."""
         if self.place.part:
             raise StorageError(
-                f"{journal.path}: lacks answers that the checkpoint's next step trains on; resume "
-                "from another checkpoint (--checkpoint NAME)"
+                f"{journal.path}: lacks answers that the checkpoint's next step trains on, or "
+                "rewards by these functions; resume from another checkpoint (--checkpoint NAME)"
             )
 
 
