@@ -273,8 +273,8 @@ def _measure(
         spent, retries = StepTime.of(seconds, result.stalls_s), allocator_retries() - retries
         measured.append(BenchStep(seconds, result.loss, result.grad_norm, spent, retries))
         what = "to warm up" if number < warmup else f"step {number - warmup + 1}/{steps}"
-        found = f"{seconds:.3f} s, loss {result.loss:.4f}, {bound_in_words(spent)}"
-        console.print(f"{what}: {found}")
+        bound = bound_in_words(spent)
+        console.print(f"{what}: {seconds:.3f} s, loss {result.loss:.4f}, {bound}")
     return measured
 
 

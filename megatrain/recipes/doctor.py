@@ -268,8 +268,8 @@ def rates_with_drives(
             rates = drive_rates(folder)
         except StorageError:  # full or not writable: plan or store report it with what they need
             return None
-        name = profiles.fingerprint(hardware), drive_name(folder)
-        keep_if_possible(profiles.save_drive, *name, rates)
+        machine, drive = profiles.fingerprint(hardware), drive_name(folder)
+        keep_if_possible(profiles.save_drive, machine, drive, rates)
         return rates
 
     return profiles.with_drives(profile, config.memory.nvme or (), hardware, measure)

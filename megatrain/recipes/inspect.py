@@ -256,8 +256,7 @@ def rows_to_evaluate(
     else:
         config, expected = held_out_by(run_dir, checkpoint)
     try:
-        seeing = sighted(model, config, checkpoint)
-        rows, held_out, _ = open_rows(config, seeing, day, expected)
+        rows, held_out, _ = open_rows(config, sighted(model, config, checkpoint), day, expected)
     except DataError as error:
         if data is not None:
             raise
@@ -289,8 +288,7 @@ def held_out_by(run_dir: Path, checkpoint: Path) -> tuple[Config, Expected | Non
     # where the held-out rows have a source of their own, others may be trained on by now
     of_source = not isinstance(then.data.eval, int | float | None)
     train = None if of_source else state["position"]["data"]
-    expected = Expected(train, state.get("held_out"))
-    return asked.with_values(before), expected
+    return asked.with_values(before), Expected(train, state.get("held_out"))
 
 
 def about_rows(config: Config) -> dict[str, Any]:

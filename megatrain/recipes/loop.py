@@ -202,8 +202,7 @@ def _measure(
     """The line of metrics.jsonl for the step that was just taken: seconds and memory of the rank
     that has most, energy and host RAM of all. All ranks call it, and heed requests to stop."""
     economy, world, gpu = run.config.economy, run.engine.world, run.machine.hardware.gpu
-    gpu_w = economy.gpu_power_w if gpu else None
-    drawn = drawn.or_given(seconds, gpu_w, economy.host_power_w)
+    drawn = drawn.or_given(seconds, economy.gpu_power_w if gpu else None, economy.host_power_w)
     host_j = None if world.local_rank else drawn.host_j  # another one counts the host
     gpu_bytes, host_bytes = run.meter.peak_bytes(), peak_host_bytes(world.local_size)
     mine = seconds, spent.compute, drawn.gpu_j, host_j, gpu_bytes, host_bytes, stop.here
@@ -401,8 +400,7 @@ def evaluated(
 
 def tokens_to_sweep(engine: Engine, rows: Rows, chosen: IndexArray | slice) -> float:
     """The amount of TOKENS_SWEPT that a rank will count over these rows, about."""
-    tokens = int(rows.side_lengths[chosen].sum())
-    return tokens * len(engine.skeleton.layers) / engine.world.size
+    return int(rows.side_lengths[chosen].sum()) * len(engine.skeleton.layers) / engine.world.size
 
 
 def is_better(config: Config, found: Figures | None, best: Mapping[str, Any]) -> bool:

@@ -76,8 +76,7 @@ def read_model(config: Config) -> Model:
         if template is None:
             raise
         raise ConfigError(f"{config.where('data.chat_template')}: {error}") from error
-    where = pretrained.resolve_source(*given[:2], weights=False).path
-    return sighted(found, config, where)
+    return sighted(found, config, pretrained.resolve_source(*given[:2], weights=False).path)
 
 
 def sighted(model: Model, config: Config, folder: Path) -> Model:

@@ -77,8 +77,8 @@ def reference_key(engine: Engine) -> str:
         while some := list(islice(weights, AT_ONCE)):  # not all: they may be on a drive
             for name, digest in threads.map(_hashed, some):
                 found.update(name.encode() + digest)
-    computed = {"precision": engine.precision, "device": engine.device.type}
-    return name_for({**causes_of(engine.skeleton), **computed, "weights": found.hexdigest()})
+    causes = {**causes_of(engine.skeleton), "precision": engine.precision}
+    return name_for({**causes, "device": engine.device.type, "weights": found.hexdigest()})
 
 
 def _hashed(named: tuple[str, torch.Tensor]) -> tuple[str, bytes]:
@@ -138,8 +138,7 @@ def _summed(batch: MicroBatch, logprobs: torch.Tensor) -> tuple[IndexArray, Refe
     """(numbers of the examples of a micro-batch, the sum of each one's log-probabilities)."""
     of_examples = batch["row_reference"].numpy().astype(np.int64)
     flat, example = logprobs.double().reshape(-1).numpy(), batch["row_of"].reshape(-1).numpy()
-    sums = np.bincount(example, flat, minlength=len(of_examples)).astype(np.float64)
-    return of_examples, sums
+    return of_examples, np.bincount(example, flat, minlength=len(of_examples)).astype(np.float64)
 
 
 def _path(of_model: str, rows: Rows) -> Path:
@@ -153,8 +152,7 @@ def _digest(body: Any) -> bytes:
 def _keep(path: Path, body: bytes) -> None:
     """Write a file that appears whole, for its owner alone. Raises StorageError."""
     passing = path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}")
-    keeping = "keep a model's log-probabilities here"
-    with system_errors(path.parent, keeping, "set MEGATRAIN_CACHE to another folder"):
+    with system_errors(path.parent, "keep log-probabilities here", "set another MEGATRAIN_CACHE"):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_bytes(passing, _digest(body) + body)
         passing.rename(path)
@@ -181,8 +179,8 @@ def from_teacher(
     teacher, top_k = Skeleton(frozen.config_of_model(named)), loss.top_k or 0
     loss.width = min(vocabulary, teacher.config.get_text_config().vocab_size)
     computed = [precision, config.device, loss.width, top_k, loss.temperature]
-    files = {"teacher": frozen.digests_of_model(named), "computed": computed}
-    name = name_for({**causes_of(teacher), **files})
+    causes = {**causes_of(teacher), "teacher": frozen.digests_of_model(named)}
+    name = name_for({**causes, "computed": computed})
     found, parts = list[ReferenceArray](), list[Any]()
     with ExitStack() as stack:
         for one in wanted:
@@ -196,8 +194,7 @@ def from_teacher(
                 size = f"{human_bytes(need)} of host RAM, which has {human_bytes(room)}"
                 raise PlanError(f"{named}: takes {size}; bring {folder} from a larger machine")
             if loss.teacher is None:
-                how = {"precision": precision, "device": config.device}
-                frozen.open_teacher(config, loss, stack, **how)
+                frozen.open_teacher(config, loss, stack, precision=precision, device=config.device)
             _take(_write(loss, missing, folder, batches), one.rows, parts, found[-1])
     loss.teacher, loss.kept = None, Joined(parts)
     mass = -np.expm1(np.concatenate([part[:, -1] for part in parts]).view(np.float32))
@@ -221,8 +218,7 @@ def _take(paths: Iterable[Path], rows: Rows, parts: list[Any], begins: Reference
         numbers = body[8 : 8 + 8 * int(body[:8].view(np.int64)[0])].view(np.int64)
         counts = rows.target_counts[numbers]
         begins[numbers, 0] = sum(map(len, parts)) + counts.cumsum() - counts
-        values = body[8 + numbers.nbytes :].view(np.int32)
-        parts.append(values.reshape(int(counts.sum()), -1))
+        parts.append(body[8 + numbers.nbytes :].view(np.int32).reshape(int(counts.sum()), -1))
 
 
 def _write(loss: Distillation, wanted: Wanted, folder: Path, batches: Batches) -> Iterator[Path]:

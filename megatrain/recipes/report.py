@@ -126,8 +126,7 @@ class Reported:
         with suppress(ConfigError):  # the text is shown as it is
             config = plain(read_yaml(self.config_text, RESOLVED_FILE))
         self.config: dict[str, Any] = config if isinstance(config, dict) else {}
-        lines = map(_object, _read(folder / SAMPLES_FILE).splitlines())
-        self.samples = [row for row in lines if row]
+        self.samples = [*filter(None, map(_object, _read(folder / SAMPLES_FILE).splitlines()))]
         self.following = _following(folder, self.config)  # the command to type next
         # the step that the newest rollout began with, and its groups
         self.rollout = judged_before(folder, self.history.step)

@@ -160,8 +160,7 @@ def _resume_in(session: Session, asked: Config, checkpoint: str | None) -> RunSu
         )
         if world.is_first and (run_dir / f"{REPORT_FILE}.tmp").exists():  # a kill came between
             write_report([run_dir])
-        losses = held_out_losses(run_dir)
-        return RunSummary(run_dir, 0, 0, 0.0, final_dir=run_dir / FINAL, **losses)
+        return RunSummary(run_dir, 0, 0, 0.0, final_dir=run_dir / FINAL, **held_out_losses(run_dir))
     if "output" in asked.model_fields_set and asked.output.absolute() != run_dir.absolute():
         logger.info(f"resuming in {run_dir} (the run was started in {asked.output})")
     for warning in (*point.warnings, *other_circumstances(run_dir, world)):

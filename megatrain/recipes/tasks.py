@@ -41,8 +41,7 @@ def print_results(console: Console, results: Mapping[str, Any]) -> None:
         for name in (name for name in row if "," in name and "_stderr," not in name):
             error = row.get(name.replace(",", "_stderr,"))
             shown = "" if error is None else f"{error:.4f}"
-            metric = name.removesuffix(",none")
-            table.add_row(task, *counts, metric, f"{row[name]:.4f}", shown)
+            table.add_row(task, *counts, name.removesuffix(",none"), f"{row[name]:.4f}", shown)
     console.print(table)
 
 

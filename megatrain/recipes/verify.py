@@ -55,8 +55,7 @@ class Checked:
         passed = f"a small model of it is read, written and trained{on} as in plain PyTorch"
         about = f"{self.family}: {found.state} ({self.seconds:.1f} s)"
         said = [about, passed * (found.state == "passed"), found.stage, found.reason]
-        words = ": ".join(filter(None, said))
-        console.print(words, highlight=False, markup=False, soft_wrap=True)
+        console.print(": ".join(filter(None, said)), highlight=False, markup=False, soft_wrap=True)
 
 
 def verify(source: str, trust_remote_code: bool = False) -> Checked:
@@ -93,8 +92,7 @@ def check_once(skeleton: Skeleton, trust_remote_code: bool) -> Verdict:
     VerificationError."""
     verdict = read_cached(file_of(skeleton), Verdict)
     if verdict is None:
-        family = skeleton.anatomy.family
-        logger.info(f"comparing a small {family} model with plain PyTorch, once")
+        logger.info(f"comparing a small {skeleton.anatomy.family} model with plain PyTorch, once")
         verdict = check(skeleton, trust_remote_code)
         keep(skeleton, verdict)
     if verdict.computes_wrongly:

@@ -168,8 +168,7 @@ class Liveness:
                 if code and over and not all_stop():
                     return LastWords(rank, host, "was stopped", world.rank, code)
             elif now - since > SILENT_S:
-                sentence = f"has said nothing for {SILENT_S:.0f} s"
-                return LastWords(rank, host, sentence, world.rank)
+                return LastWords(rank, host, f"has said nothing for {SILENT_S:.0f} s", world.rank)
         return None
 
     def _signs(self) -> list[str]:

@@ -128,8 +128,7 @@ def _meet(place: launcher.Place, job: str, stack: ExitStack) -> Liveness:
         store = fresh_part(sealed, rank, size, patience, sign_of_life(rank, here))
         # when nobody is looked after any more
         stack.callback(lambda: distributed.is_initialized() and distributed.destroy_process_group())
-        world = World(rank, size, place.local_rank, place.local_size, store=store)
-        alive = Liveness(world, here)
+        alive = Liveness(World(rank, size, place.local_rank, place.local_size, store=store), here)
         stack.enter_context(alive.watched())
         return alive
     except (RuntimeError, Stopped) as error:
