@@ -292,6 +292,8 @@ def _overlay(lower: Leaves, upper: Leaves) -> Leaves:
     for ways in RIVALS:
         if any(_first_set(upper, keys) for keys in ways):
             retired |= {key for keys in ways if not _first_set(upper, keys) for key in keys}
+    if any(key[0] == "rollout" for key in upper):
+        retired.add(n.ROWS_OF_A_STEP)  # which follow, and stand in a run's config
     path = upper.get(("model", "path"))
     if path is not None and path.typed != "model.path":
         retired |= {key for key in lower if key[0] == "model"}
@@ -308,7 +310,7 @@ def _combine_halves(leaves: Leaves, problems: list[str]) -> Leaves:
         if not problems:  # else the other half may be among them
             problems.append(times.problem(reason))
     if rows is not None:
-        key = ("train", "rows_per_step")
+        key = n.ROWS_OF_A_STEP
         whole[key] = replace(rows, key=key, value=rows.value * (times.value if times else 1))
     betas = [leaves.get(n.BETA1), leaves.get(n.BETA2)]
     given = next((beta for beta in betas if beta), None)

@@ -169,9 +169,9 @@ ALIASES |= {
 }
 
 # Keys of which one excludes the others: each inner tuple is one way to say the same thing.
-_TOKENS, _ROWS = ("train", "tokens_per_step"), ("train", "rows_per_step")
+_TOKENS, ROWS_OF_A_STEP = ("train", "tokens_per_step"), ("train", "rows_per_step")
 RIVALS: tuple[tuple[tuple[Key, ...], ...], ...] = (
-    ((_TOKENS,), (_ROWS,), (ROWS_PER_DEVICE, ACCUMULATION)),
+    ((_TOKENS,), (ROWS_OF_A_STEP,), (ROWS_PER_DEVICE, ACCUMULATION)),
     ((("model", "path"),), (("model", "config"),)),
 )
 

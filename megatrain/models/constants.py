@@ -138,15 +138,13 @@ class Constants:
         for name in self:
             tensor = self[name].detach()
             blank = tensor.is_meta and device.type != "meta"
-            moved = torch.zeros_like(tensor, device=device) if blank else tensor.to(device)
-            self._put(name, moved)
+            self._put(name, torch.zeros_like(tensor, device=device) if blank else tensor.to(device))
 
     def release(self) -> None:
         """Give the device's memory back. Parameters lose their values, as all others do."""
         for name in self:
             tensor = self[name].detach()
-            away = "meta" if isinstance(self[name], nn.Parameter) else "cpu"
-            self._put(name, tensor.to(away))
+            self._put(name, tensor.to("meta" if isinstance(self[name], nn.Parameter) else "cpu"))
 
     # -- values ------------------------------------------------------------------------------------
 

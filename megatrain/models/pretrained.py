@@ -217,8 +217,9 @@ def read_model_config(source: ModelSource, trust_remote_code: bool = False) -> P
     quantisation_of(config.to_dict(), file)  # refuses what cannot be dequantised
     forget_quantisation(config)
     # A configuration may name a kernel repository to download and run; that is the user's to choose
-    config._attn_implementation = None
-    config._experts_implementation = None
+    config._attn_implementation = config._experts_implementation = None
+    if is_classifier(config) and (text := config.get_text_config()).pad_token_id is None:
+        text.pad_token_id = 0  # heads want one; what is padding the tokenizer says
     return config
 
 

@@ -48,8 +48,7 @@ class LayerCall:
 
     def without_graph(self) -> LayerCall:
         """The call with what is added as a constant."""
-        side = self.side and replace(self.side, rows=self.side.rows.detach())
-        return replace(self, side=side)
+        return replace(self, side=self.side and replace(self.side, rows=self.side.rows.detach()))
 
 
 @dataclass(frozen=True)
@@ -248,8 +247,7 @@ BEGINNINGS, NUMBERS = "cu_seq_lens_q", "seq_idx"
 
 def documents_of(positions: torch.Tensor) -> torch.Tensor:
     """[batch, tokens]: each token's document. One begins where positions do not go on by one."""
-    steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
-    return (steps != 1).cumsum(-1)
+    return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1) != 1).cumsum(-1)
 
 
 def boundaries_of(positions: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -258,8 +256,7 @@ def boundaries_of(positions: torch.Tensor) -> dict[str, torch.Tensor]:
     number of tokens; seq_idx [batch, tokens] the number of each token's document among all."""
     documents = documents_of(positions)
     begins = torch.diff(documents, prepend=documents[:, :1] - 1, dim=-1).flatten()
-    end = begins.new_tensor([begins.numel()])
-    beginnings = torch.cat([begins.nonzero().flatten(), end])
+    beginnings = torch.cat([begins.nonzero().flatten(), begins.new_tensor([begins.numel()])])
     numbers = (begins.cumsum(0) - 1).view_as(positions)
     return {BEGINNINGS: beginnings.int(), NUMBERS: numbers.int()}
 
@@ -284,8 +281,7 @@ def with_places(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[st
     given = {n: alone(t) if n in OF_TOKENS else t for n, t in taken.items()}
     places = rope_index(**given | {"attention_mask": alone(torch.ones_like(positions))})[0]
     laid = torch.cat([places[:, n, :length] for n, length in enumerate(lengths)], dim=1)
-    placed = torch.cat([positions[None], laid.view(-1, *positions.shape)])
-    return {**inputs, "position_ids": placed}
+    return {**inputs, "position_ids": torch.cat([positions[None], laid.view(-1, *positions.shape)])}
 
 
 def told(calls: list[LayerCall], masked: Sequence[bool], shape: torch.Size) -> list[LayerCall]:

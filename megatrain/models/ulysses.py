@@ -113,8 +113,7 @@ def call_of_piece(call: LayerCall, shape: torch.Size, own: slice, around: Around
         name: value if "mask" in name else pytree.tree_map(cut, value)
         for name, value in call.kwargs.items()
     }
-    given = call.kwargs.items()
-    whole = {n: v for n, v in given if isinstance(v, Tensor) and kwargs[n] is not v}
+    whole = {n: v for n, v in call.kwargs.items() if isinstance(v, Tensor) and kwargs[n] is not v}
     args = pytree.tree_map(cut, call.args)
     return LayerCall(args, kwargs, call.end_to_end, replace(around, whole=whole))
 
@@ -146,8 +145,7 @@ def _attend(
     trade, heads = around.trade, query.shape[1]
     each = -(-heads // trade.ranks)
     ours = slice(trade.rank * each, (trade.rank + 1) * each)
-    groups = key.shape[1]
-    uneven = heads % trade.ranks > 0 or groups % trade.ranks > 0
+    uneven = heads % trade.ranks > 0 or key.shape[1] % trade.ranks > 0
 
     def of_heads(states: Tensor) -> Tensor:
         """This rank's, of states whose first dimension is heads."""

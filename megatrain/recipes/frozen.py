@@ -73,8 +73,7 @@ def computing_as(engine: Engine) -> dict[str, Any]:
     """Keywords of a frozen engine that computes as `engine` does, on the same device."""
     names = "compile", "fused_loss", "lengths_vary"
     settings = Settings(**{name: getattr(engine.settings, name) for name in names})
-    how = {"precision": engine.precision, "device": str(engine.device)}
-    return {**how, "settings": settings}
+    return {"precision": engine.precision, "device": str(engine.device), "settings": settings}
 
 
 def checkpoint_of(named: str | Path) -> str | Path:
@@ -334,14 +333,14 @@ class RewardModel:
         source = checkpoint_of(folder)
         model = describe_model(source)
         check_scores(model.config, folder, config)
-        how = {"precision": config.precision, "device": config.device}
-        return cls(folder, model, stack.enter_context(frozen_engine(source, **how)))
+        engine = frozen_engine(source, precision=config.precision, device=config.device)
+        return cls(folder, model, stack.enter_context(engine))
 
     def scores(self, groups: Sequence[Any]) -> list[list[float]]:
         """The score of each group's answers (judges.py: Group), behind their prompts, as TRL gives
         them to one. Raises DataError for one that is longer than the model reads."""
         rows = [self._ids(group, one) for group in groups for one in group.completions]
-        found, pad_id = list[float](), self.engine.skeleton.config.get_text_config().pad_token_id
+        found, pad_id = list[float](), self.model.pad_id
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
         lengths = [len(rows[number]) for number in order]
         longest = positions_of(self.model) or lengths[0]
@@ -352,7 +351,7 @@ class RewardModel:
             )
         spans = cuts(lengths, AUTO_MICRO_BATCH_TOKENS[self.engine.device.type])
         ids = ([torch.tensor(rows[n]) for n in order[slice(*span)]] for span in spans)
-        padded = partial(pad_sequence, batch_first=True, padding_value=self.model.pad_id)
+        padded = partial(pad_sequence, batch_first=True, padding_value=pad_id)
         batches = ({"input_ids": padded(some)} for some in ids)
         total = sum(lengths) * len(self.engine.skeleton.layers)
         with doing(f"scoring by {self.folder}", total, TOKENS_SWEPT, aloud=False):
@@ -380,7 +379,7 @@ class RewardModel:
         return list(tokenizer(text, add_special_tokens=False).input_ids) or [self.model.pad_id]
 
 
-def _lasts(ids: torch.Tensor, pad_id: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _lasts(ids: torch.Tensor, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Places of the last tokens that are no padding in a micro-batch, flat, int64, where
     transformers reads the score, also of a row that ends with such a token; and zeros."""
     within = torch.arange(ids.shape[1]) * (ids != pad_id)

@@ -57,8 +57,7 @@ def serve(file: int) -> None:
         )
         files = Files(loop, rewards, tools, *factory)
         while True:
-            task = connection.recv_bytes()
-            _answered(connection, files.work, task)
+            _answered(connection, files.work, connection.recv_bytes())
 
 
 def _answered(connection: Connection, work: Callable[..., Any], *arguments: Any) -> Any:
@@ -67,8 +66,7 @@ def _answered(connection: Connection, work: Callable[..., Any], *arguments: Any)
         found = work(*arguments)
     except (Exception, SystemExit) as error:  # noqa: BLE001  whatever the user's module does
         found = {"error": reason_of(error)}
-    answer = found if isinstance(found, dict) else {}
-    connection.send_bytes(json.dumps(answer).encode())
+    connection.send_bytes(json.dumps(found if isinstance(found, dict) else {}).encode())
     return found
 
 
@@ -159,7 +157,7 @@ async def rewards_of(environments: Sequence[Any], **_: Any) -> list[Any]:
 
 def methods_of(environment: Any) -> list[Function]:
     """Its public methods, which are tools, but for those that this process calls."""
-    named = inspect.getmembers(type(environment), inspect.isfunction)
+    named = inspect.getmembers(type(environment), lambda one: hasattr(one, "__code__"))
     own = ("reset", "get_reward")
     return [getattr(environment, name) for name, _ in named if name[0] != "_" and name not in own]
 

@@ -28,11 +28,14 @@ from megatrain.heartbeat import beat
 from megatrain.machine.hardware import physical_cores
 from megatrain.recipes.frozen import RewardModel
 from megatrain.recipes.rl.judge_worker import Answer, Episode
+from megatrain.reporting.metrics import StepMetrics
 
 MOST_PROCESSES = 8
 STARTS_WITHIN_S = 120.0  # a worker, with what the user's files import
 MOST_BYTES = 1 << 28  # of one answer, with what a function logs
 TEXT = 60  # characters of an answer that an error shows
+# of metrics that functions may not take, or a line would have one for the other
+OWN_NAMES = {*StepMetrics.__annotations__, "reward", "reward_std", "entropy", "kl"}
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from megatrain.recipes.rl.judge_worker import serve; serve(int(sys.argv[2]))"
@@ -208,8 +211,10 @@ class Judges(AbstractContextManager["Judges"]):
             answer = dict.fromkeys(("texts", "errors"), [str(error)] * len(calls))
         if answer["errors"] and not self._warned:
             self._warned = True
-            words = "the model reads that, here and where a tool fails again"
-            logger.warning(f"{where}: {answer['errors'][0]}; {words}")
+            logger.warning(
+                f"{where}: {answer['errors'][0]}; the model reads that, here and where a tool "
+                "fails again"
+            )
         texts = [one.encode(errors="replace").decode() for one in answer["texts"]]  # no half pairs
         turns = [
             {"role": "tool", "name": name, "content": text}
@@ -220,19 +225,24 @@ class Judges(AbstractContextManager["Judges"]):
     def _ask(self, group: Group) -> list[Answer]:
         """In a thread: what each function answers. Raises RewardError, or counts failures."""
         answers, count = list[Answer](), len(group.completions)
-        own = {"completions": group.completions, "completion_ids": group.completion_ids}
         episodes = [(group.key, number) for number in range(count)] if group.begins else []
         call = {
-            "own": {"prompts": [group.prompt] * count, **own},
+            "own": {
+                "prompts": [group.prompt] * count,
+                "completions": group.completions,
+                "completion_ids": group.completion_ids,
+            },
             "columns": {name: [value] * count for name, value in group.columns.items()},
             "state": {"global_step": group.step},
             "episodes": episodes,
         }
         for episode in episodes:
             self._begin(episode, group.begins, group.where)
-        asked = [*self.functions, *([self.environment] if episodes else [])]
+        asked = [*self.functions, *[self.environment] * bool(episodes)]
         for number, function in enumerate(asked):
             answer = self._asked(("judge", number, call), self.timeout_s, "(rewards.timeout_s)")
+            if taken := OWN_NAMES.intersection(answer.get("metrics", ())):
+                answer = {"error": f"logs {min(taken)!r}, which the run logs itself; rename it"}
             faults = [(0, answer["error"])] if "error" in answer else answer["faults"]
             if faults:
                 self._fail(function, group, *faults[0])
@@ -334,14 +344,20 @@ def judges_of(config: Any, stack: ExitStack, log: Path | None, rewarding: bool) 
     reward models read. rewarding: so do environments. Raises ConfigError."""
     check_functions(config)
     rewards = config.rewards
-    how: Any = {"timeout_s": rewards.timeout_s, "on_bad_reward": rewards.on_bad_reward}
-    how["processes"] = None if rewards.processes == "auto" else rewards.processes
-    how["tools"] = config.tools if config.tools.files else None
     found = [
         one if is_function(one) else RewardModel.open(one, config, stack)
         for one in rewards.functions
     ]
-    judges = stack.enter_context(Judges(found, rewarding=rewarding, log=log, **how))
+    judges = Judges(
+        found,
+        timeout_s=rewards.timeout_s,
+        processes=None if rewards.processes == "auto" else rewards.processes,
+        on_bad_reward=rewards.on_bad_reward,
+        tools=config.tools if config.tools.files else None,
+        rewarding=rewarding,
+        log=log,
+    )
+    stack.enter_context(judges)
     try:
         judges.check()
     except RewardError as error:

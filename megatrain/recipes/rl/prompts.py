@@ -15,7 +15,7 @@ from megatrain.config import Config
 from megatrain.data.build import hold_out, look_for_copies, weighted
 from megatrain.data.cache import hash64
 from megatrain.data.files import RawRow
-from megatrain.data.formats import renamed
+from megatrain.data.formats import ABOUT_CHATS, renamed
 from megatrain.data.rows import Counts, TokenRows
 from megatrain.data.samples import MEDIA, PROMPTS, RowError, asked_in, is_given, type_name
 from megatrain.data.sources import Part, open_source
@@ -131,7 +131,7 @@ def _read(
     columns = [json.dumps(one.columns, sort_keys=True, default=repr).encode() for one in prompts]
     hashes = [hash64(one.to_bytes(8) + more) for one, more in zip(contexts, columns, strict=True)]
     rows = vars(answered_rows(ids, [[]] * len(ids), [False] * len(ids)))
-    rows = {**rows, "counts": counts, "kind": PROMPTS}
+    rows |= {"counts": counts, "kind": PROMPTS}
     rows |= {"hashes": np.array(hashes, np.uint64), "contexts": np.array(contexts, np.uint64)}
     return PromptRows(**rows, prompts=prompts, toolbox=box[0] if box else None)
 
@@ -146,14 +146,13 @@ def _prompt_of(
     value = renamed(row.value, config.data.columns or {})
     if not isinstance(value, Mapping):
         raise RowError(f"expected an object, found {type_name(value)}")
-    for name in (*GIVEN, *MEDIA):
+    for name in (*GIVEN, *MEDIA, *ABOUT_CHATS):
         if name in value and (name in GIVEN or is_given(value[name])):
-            reason = "reward functions get their own, and prompts are of text; rename it"
+            reason = "reward functions get their own, and prompts are texts or turns; rename it"
             raise RowError(f"field {name!r}: {reason}")
     given = value.get("prompt")
     name = "messages" if given is None else "prompt"
-    is_chat = isinstance(given, list)
-    turns = asked_in({"messages" if is_chat else name: value.get(name)})
+    turns = asked_in({"messages" if isinstance(given, list) else name: value.get(name)})
     columns = {key: value[key] for key in value if key != name}
     answer = config.policy.max_completion_length
     begins: Beginning | None = None
@@ -176,8 +175,7 @@ def _prompt_of(
     if not 0 < len(ids) <= most - answer:
         room = f"{most - answer} beside an answer of {config.method}.max_completion_length {answer}"
         raise RowError(f"the prompt has {len(ids)} tokens, and there is room for 1 to {room}")
-    asked = str(given) if as_text else [*turns]
-    return Prompt(ids, asked, columns, row.where, begins)
+    return Prompt(ids, str(given) if as_text else [*turns], columns, row.where, begins)
 
 
 def planned_for(config: Config, *sets: PromptRows | None) -> Config:

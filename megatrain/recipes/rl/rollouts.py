@@ -122,6 +122,8 @@ class Rollouts:
         options, rollout = self.config.policy, self.config.rollout
         self.answers, self.iterations = options.num_generations, options.num_iterations
         self.prompts = rollout.generation_batch_size // self.answers
+        steps = f"{rollout.steps_per_generation} x {self.iterations} steps"
+        self.cut = f"{self.prompts} prompts, {steps}"
         told = rollout.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
         self.draw = Draw(seed=self.config.train.seed, **told)
         self.ends = end_tokens(self.model)
@@ -132,7 +134,7 @@ class Rollouts:
 
     def position(self) -> dict[str, int | str]:
         seed = self.config.train.seed
-        return {**asdict(self.place), "seed": seed, "data": self.rows.digest}
+        return {**asdict(self.place), "seed": seed, "data": self.rows.digest, "cut": self.cut}
 
     def restore(self, position: Mapping[str, Any]) -> None:
         """Continue from a saved position. Raises DataError if it is of other data or another seed,
@@ -140,9 +142,12 @@ class Rollouts:
         check_digest(self.rows.digest, position.get("data"))
         numbers = [position.get(name) for name in asdict(self.place)]
         whole = all(type(number) is int and number >= 0 for number in numbers)
+        whole &= not numbers[-1] or position.get("cut", self.cut) == self.cut
         if not whole or position.get("seed") != self.config.train.seed:
             raise DataError(
-                f"the checkpoint's position is of another train.seed, or broken: {dict(position)}"
+                "the checkpoint's position is of another train.seed, or within a rollout of "
+                f"another size than {self.cut}, or broken: {dict(position)}; set that back, or "
+                "resume from another checkpoint (--checkpoint NAME)"
             )
         self.place = RolloutPosition(*numbers)  # type: ignore[arg-type]
 
@@ -307,7 +312,8 @@ class Rollouts:
             while len(found) < count and taken < tries:
                 asked = self._prompts(place, taken, min(count - len(found), tries - taken))
                 taken += len(asked)
-                if not asked.keys() <= journal.rewards.keys():
+                given = (len(journal.rewards.get(key, {}).get("rewards", ())) for key in asked)
+                if {*given} != {len(self.judges.names)}:  # by other functions, or not at all
                     self._check_first(journal)
                 spent.update(self._fill(journal, asked, self.answers, self.draw, stop, begin))
                 teach = [True] * len(asked)
@@ -400,8 +406,8 @@ class Rollouts:
             write = self.write
             if toolbox is not None:
                 turns = self.config.tools.max_tool_calling_iterations
-                about = toolbox, self.judges, prompts, stop, most, turns
-                write = partial(Episodes(*about).written, write)
+                episodes = Episodes(toolbox, self.judges, prompts, stop, most, turns)
+                write = partial(episodes.written, write)
             answers = write(requests, draw, self.ends)
             with closing(answers):
                 for answer in answers if writes else ():
@@ -517,8 +523,8 @@ class Rollouts:
         write other answers."""
         if self.place.part:
             raise StorageError(
-                f"{journal.path}: lacks answers that the checkpoint's next step trains on; resume "
-                "from another checkpoint (--checkpoint NAME)"
+                f"{journal.path}: lacks answers that the checkpoint's next step trains on, or "
+                "rewards by these functions; resume from another checkpoint (--checkpoint NAME)"
             )
 
 

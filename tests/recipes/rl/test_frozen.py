@@ -40,8 +40,7 @@ def test_the_reference_is_the_model_as_the_run_begins_and_holds_it(megatrain, ta
     megatrain("train rl.yaml", *own)
     data = (task / "own" / "model.safetensors").read_bytes()
     (task / "own" / "model.safetensors").write_bytes(data[:-8] + bytes(8))
-    swapped = megatrain("resume other train.max_steps=4", code=7).err
-    assert "its reference (the model that it began with)" in swapped
+    assert "its reference (the model" in megatrain("resume other train.max_steps=4", code=7).err
     random = "train rl.yaml grpo.beta=0.1 model.path=null model.config=model model.init=random"
     assert "random weights are no reference" in megatrain(random, code=2).err
     ranks = megatrain("plan rl.yaml grpo.beta=0.1 --gpu H100 --ram 256GiB --gpus 2", code=2)
@@ -50,12 +49,8 @@ def test_the_reference_is_the_model_as_the_run_begins_and_holds_it(megatrain, ta
 
 def test_rewards_of_rloo_lose_by_the_divergence(megatrain, task):
     keys = ("method=rloo", "rloo.num_generations=4", "rloo.max_completion_length=2")
-    grpo = (
-        (task / "rl.yaml")
-        .read_text()
-        .replace("grpo: {num_generations: 4, max_completion_length: 2}\n", "")
-    )
-    (task / "rl.yaml").write_text(grpo)
+    lines = (task / "rl.yaml").read_text().splitlines(keepends=True)
+    (task / "rl.yaml").write_text("".join(one for one in lines if not one.startswith("grpo:")))
     megatrain("train rl.yaml rloo.beta=0.5", *keys)
     found = divergences(task / "run")
     assert abs(found[0]) < 1e-6 < max(map(abs, found[5:]))
@@ -69,9 +64,8 @@ def test_rewards_of_rloo_lose_by_the_divergence(megatrain, task):
 def test_a_reward_model_judges_as_in_transformers(megatrain, task):
     write_jsonl(task / "rows.jsonl", pairs())
     megatrain("train cfg.yaml", *JUDGE)
-    (task / "rl.yaml").write_text(
-        (task / "rl.yaml").read_text().replace('"rewards.py:copies"', '"rewards.py:copies", judge')
-    )
+    text = (task / "rl.yaml").read_text().replace(':copies"', ':copies", judge')
+    (task / "rl.yaml").write_text(text)
     found = megatrain("rollout rl.yaml --prompts 4 --json").json
     assert found["names"] == ["copies", "judge"] and len(found["answers"]) == 16
     loading: Any = transformers.AutoModelForSequenceClassification
@@ -83,13 +77,16 @@ def test_a_reward_model_judges_as_in_transformers(megatrain, task):
         with torch.no_grad():
             score = float(model(ids).logits[0, 0])
         assert one["rewards"][1] == pytest.approx(score, abs=1e-4)
+    model.config.pad_token_id = None  # what is padding its tokenizer says
+    for part in (model, tokenizer):
+        part.save_pretrained(task / "bare")
+    bare = megatrain("rollout rl.yaml --prompts 4 --json rewards.functions=bare").json["answers"]
+    scores = [one["rewards"][1] for one in found["answers"]]
+    assert [one["rewards"][0] for one in bare] == pytest.approx(scores, abs=1e-6)
     megatrain("train rl.yaml train.max_steps=4 rewards.reward_weights=[0,1]")
-    assert all(
-        {"rewards/judge/mean", "rewards/copies/std"} <= line.keys()
-        for line in metrics_of(task / "run")
-    )
-    records = next((task / "run" / "rollouts").glob("*.jsonl")).read_text()
-    assert '"rewards"' in records
+    for line in metrics_of(task / "run"):
+        assert {"rewards/judge/mean", "rewards/copies/std"} <= line.keys()
+    assert '"rewards"' in next((task / "run" / "rollouts").glob("*.jsonl")).read_text()
     assert "judge's weights" in megatrain("plan rl.yaml --json").json["host"]
 
 

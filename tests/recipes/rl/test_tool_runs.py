@@ -107,11 +107,9 @@ def task(project: Path, caller: Path) -> Path:
     (project / "model").unlink()
     (project / "model").symlink_to(caller)
     (project / "tools.py").write_text(FILE)
-    rows = [{"prompt": f"Question {n}", "start": n} for n in range(8)]
-    write_jsonl(
-        project / "prompts.jsonl",
-        [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in rows],
-    )
+    asked = [[{"role": "user", "content": f"Question {n}"}] for n in range(8)]
+    rows = [{"prompt": turns, "start": n} for n, turns in enumerate(asked)]
+    write_jsonl(project / "prompts.jsonl", rows)
     (project / "rl.yaml").write_text(CONFIG)
     return project
 
@@ -187,24 +185,17 @@ def test_prompts_show_tools_and_answers_are_tried_and_evaluated(megatrain, task)
     assert re.search(r"Question (\d) From \1\.", shown)
     found = megatrain("rollout rl.yaml --prompts 3 --json", *options).json
     assert found["names"] == ["Counter"] and found["tools/call_frequency"] > 0
-    assert {turn["role"] for one in found["answers"] for turn in one["answer"]} == {
-        "assistant",
-        "tool",
-    }
+    roles = {turn["role"] for one in found["answers"] for turn in one["answer"]}
+    assert roles == {"assistant", "tool"}
     for one in found["answers"]:
         assert one["prompt"][-1]["content"].endswith(".")
     assert "Counter" in megatrain("rollout rl.yaml --prompts 1", *options).out
     megatrain("train rl.yaml", *options, "train.eval_every=2", "grpo.max_completion_length=90")
-    (last,) = [
-        line for line in metrics_of(task / "run") if line["step"] == 4 and "eval_reward" in line
-    ]
-    assert (
-        last["eval_rewards/Counter/mean"] == last["eval_reward"]
-        and "eval_tools/call_frequency" in last
-    )
-    table = block(
-        data_of((task / "run/report.html").read_text()), "answers that step 4 learnt from"
-    )
+    last = [line for line in metrics_of(task / "run") if "eval_reward" in line][-1]
+    assert last["eval_rewards/Counter/mean"] == last["eval_reward"] and last["step"] == 4
+    assert "eval_tools/call_frequency" in last
+    data = data_of((task / "run/report.html").read_text())
+    table = block(data, "answers that step 4 learnt from")
     assert table["head"] == ["prompt", "answer", "Counter", "advantage"]
     called = re.compile(r"assistant: .*{'name': '\w+', 'arguments': .*}\ntool: ")
     assert any(called.search(row[1]) for row in table["rows"]), table["rows"]
@@ -219,6 +210,7 @@ REFUSED = {
     "tools.functions=[tools.py:add,tools.py:add_again]": "tools: two tools are called alike",
     "rewards.functions=[]": "rewards.functions: is missing",
     "rewards.functions=[] tools.environment_factory=tools.py:Silent": "no get_reward rewards",
+    "tools.environment_factory=tools.py:Whole": "tools: bare: Cannot generate JSON",
     "data.chat_template=chatml": "tools: the model's chat template leaves out tools",
     "method=sft": "belongs to method: grpo",
 }
@@ -240,6 +232,9 @@ add_again = again
 
 class Silent(Counter):
     get_reward = property()
+
+class Whole(Counter):
+    bare = classmethod(bare)
 """
     (task / "tools.py").write_text(FILE + more)
     for words, reason in REFUSED.items():
