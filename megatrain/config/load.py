@@ -283,7 +283,8 @@ def _clash(leaf: Leaf, first: Leaf) -> str:
 
 
 def _first_set(leaves: Leaves, keys: Iterable[Key]) -> Leaf | None:
-    return next((one for key in keys if (one := leaves.get(key)) and one.value is not None), None)
+    found = (leaves[key] for key in keys if key in leaves)
+    return next((leaf for leaf in found if leaf.value is not None), None)
 
 
 def _overlay(lower: Leaves, upper: Leaves) -> Leaves:

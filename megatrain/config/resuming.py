@@ -121,6 +121,14 @@ def check_changes(before: Config, after: Config) -> list[str]:
     return warnings
 
 
+def unheeded(command: Config, run: Config) -> list[str]:
+    """Keys that a command asks otherwise than the run that it goes on with. What it leaves "auto"
+    may have been chosen by a resume."""
+    said, kept = (_flat(with_absolute_paths(one)) for one in (command, run))
+    others = [key for key, value in said.items() if value not in ("auto", kept.get(key))]
+    return [key for key in others if key != "output"]
+
+
 def _reason(key: str, table: Mapping[str, str]) -> str | None:
     """The first row of the key or of its section."""
     rows = (row for row in table if f"{key}.".startswith(f"{row}."))

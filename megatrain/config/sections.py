@@ -460,7 +460,7 @@ def _held_out(given: object) -> float | int | tuple[SourceOptions, ...] | None:
             raise wrong(f"{one.path}: a weight is for data.train; every held-out row counts once")
         return found
     is_share = isinstance(given, float) and 0 < given < 1
-    is_count = isinstance(given, int) and given is not True and given >= 1
+    is_count = isinstance(given, int) and not isinstance(given, bool) and given >= 1
     if given is None or is_share or is_count:
         return given  # type: ignore[return-value]
     raise wrong(f"must be {SHARE}, null, {SEVERAL}, not {shown(given)}")

@@ -63,9 +63,10 @@ def plan(
     config = config_of(target, overrides) if is_config else bench_config(str(target), overrides)
     if shape_alone := not is_config or config.model.source in SHAPES:
         config = with_random_weights(config)
-    described = {"gpu": gpu, "ram": ram, "cores": cores, "pcie": pcie, "gpus": gpus, "hosts": hosts}
-    of_gpu = {"gpu_memory": gpu_memory, "gpu_tflops": gpu_tflops, "network": network}
-    return make_plan(config, shape_alone, described | of_gpu)
+    described: dict[str, Any] = {"gpu": gpu, "ram": ram, "cores": cores, "pcie": pcie}
+    described |= {"gpu_memory": gpu_memory, "gpu_tflops": gpu_tflops}
+    described |= {"gpus": gpus, "hosts": hosts, "network": network}
+    return make_plan(config, shape_alone, described)
 
 
 def train(
@@ -135,8 +136,8 @@ def evaluate(
     names = (tasks,) if isinstance(tasks, str) else tuple(tasks)
     with verifying(verify):
         if not names:
-            data = str(data) if isinstance(data, Path) else data
-            return inspect.evaluate(_path_of(folder), data, trust_remote_code)
+            rows = str(data) if isinstance(data, Path) else data
+            return inspect.evaluate(_path_of(folder), rows, trust_remote_code)
         if data is not None:
             raise ConfigError("data: excludes tasks, which bring their own rows; leave one out")
         own = None if include_path is None else _path_of(include_path)

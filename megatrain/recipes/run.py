@@ -11,7 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatrain.config import Config, resuming
+from megatrain.config import Config
+from megatrain.config.resuming import (
+    asked_again,
+    check_changes,
+    is_open,
+    resumed_configs,
+    unheeded,
+)
 from megatrain.data.build import Expected
 from megatrain.data.loader import Loader
 from megatrain.data.rows import Rows, TokenRows
@@ -89,15 +96,14 @@ def plan_model(config: Config, shape_alone: bool, machine: Machine | None) -> tu
     if config.model.init == "pretrained" and not shape_alone:
         check_tensors(resolved.skeleton, config.model.source)
     checked = check_once(resolved.skeleton, config.model.trust_remote_code)
+
+    def plan_on(machine: Machine) -> Plan:
+        return setup.plan_run(config, replace(resolved, machine=machine))
+
     steps = config.train.max_steps if config.train.epochs is None else None
     plan = setup.plan_run(config, resolved, steps, suggest=True)
     silent = not checked.reason and setup.other_balance(resolved) is None
-    return beside_others(
-        config,
-        plan,
-        resolved.machine.alone,
-        lambda machine: setup.plan_run(config, replace(resolved, machine=machine)),
-    ), silent
+    return beside_others(config, plan, resolved.machine.alone, plan_on), silent
 
 
 def train(config: Config, profile: Path | None = None) -> RunSummary:
@@ -105,18 +111,16 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
     profile: file for the timeline of one steady step, which Perfetto opens."""
 
     def work(session: Session) -> RunSummary:
-        if session.world.on_rank0(partial(goes_on, config)):
-            own = resuming.asked_again(config.output, ())
-            said, kept = (
-                resuming.flatten(resuming.for_state(one, {})["config"]) for one in (config, own)
-            )
-            if others := f"{', '.join(k for k in said if said[k] not in ('auto', kept.get(k)))}":
+        world = session.world
+        if world.on_rank0(partial(goes_on, config)):
+            own = asked_again(config.output, ())
+            if others := ", ".join(unheeded(config, own)):
                 logger.warning(
                     f"{config.output} goes on with its own config.yaml; what this command says of "
                     f"{others} does not count: set it with `megatrain resume`"
                 )
             return _resume_in(session, own, None)
-        return finish_run(get_ready(config, world=session.world), session, profile=profile)
+        return finish_run(get_ready(config, world=world), session, profile=profile)
 
     def as_one(world: World) -> RunSummary:
         if profile is not None and world.is_first:
@@ -128,12 +132,15 @@ def train(config: Config, profile: Path | None = None) -> RunSummary:
 
 
 def resume(
-    run_dir: Path, overrides: Sequence[str] | Mapping[str, Any] = (), checkpoint: str | None = None
+    run_dir: str | Path,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+    checkpoint: str | None = None,
 ) -> RunSummary:
     """Continue a run from its newest intact checkpoint, bit for bit. Raises MegaTrainError.
     overrides: keys that may change (config/resuming.py). checkpoint: another one, by name; those of
     later saves stay until the next save."""
-    asked = resuming.asked_again(run_dir, overrides)
+    run_dir = Path(run_dir)
+    asked = asked_again(run_dir, overrides)
     work = partial(_resume_in, asked=asked, checkpoint=checkpoint)
     return rendezvous.as_rank(asked.device, partial(_in_session, run_dir, asked, work))
 
@@ -150,9 +157,8 @@ def _in_session(
             return work(session)
         except Stopped:
             session.stop.says("before the first step: nothing was trained and nothing is lost")
-            return RunSummary(
-                path, 0, 0, 0.0, resumable=bool(checkpoints(path)), exit_code=session.stop.exit_code
-            )
+            saved, code = bool(checkpoints(path)), session.stop.exit_code
+            return RunSummary(path, 0, 0, 0.0, resumable=saved, exit_code=code)
 
 
 def _resume_in(session: Session, asked: Config, checkpoint: str | None) -> RunSummary:
@@ -166,17 +172,17 @@ def _resume_in(session: Session, asked: Config, checkpoint: str | None) -> RunSu
         )
         if world.is_first and (run_dir / f"{REPORT_FILE}.tmp").exists():  # a kill came between
             write_report([run_dir])
-        return RunSummary(run_dir, 0, 0, 0.0, final_dir=run_dir / FINAL, **held_out_losses(run_dir))
+        losses = held_out_losses(run_dir)
+        return RunSummary(run_dir, 0, 0, 0.0, final_dir=run_dir / FINAL, **losses)
     if "output" in asked.model_fields_set and asked.output.absolute() != run_dir.absolute():
         logger.info(f"resuming in {run_dir} (the run was started in {asked.output})")
     for warning in (*point.warnings, *other_circumstances(run_dir, world)):
         logger.warning(warning)
-    sums, as_many = point.state.get(SUMS), point.state.get(RANKS) == world.size
-    keeps = as_many and sums is not None and resuming.is_open(asked, KEYS[SUMS])
-    kept = {SUMS: sums} if keeps else {}  # on the device, as planned for as many ranks
-    return finish_run(
-        get_ready(point.config, point.model(), point.rows, world, kept), session, point.found
-    )
+    sums, kept = point.state.get(SUMS), {}
+    if sums is not None and point.state.get(RANKS) == world.size and is_open(asked, KEYS[SUMS]):
+        kept = {SUMS: sums}  # on the device, as planned for as many ranks
+    ready = get_ready(point.config, point.model(), point.rows, world, kept)
+    return finish_run(ready, session, point.found)
 
 
 def get_ready(
@@ -187,6 +193,7 @@ def get_ready(
     kept: Mapping[str, Any] | None = None,
 ) -> Ready:
     """Read the rows and plan. Raises PlanError for what does not fit, before weights are read.
+
     model: another than the config's. expected: the rows of a resumed run. kept: as in `request_of`.
     """
     new = model is None and config.model.init == "pretrained"
@@ -274,8 +281,8 @@ def plan_and_loader(
     model: Model,
     resolved: Resolved,
     rows: Rows,
-    windows: Stream | None,
-    held_out: Rows | None,
+    windows: Stream | None = None,
+    held_out: Rows | None = None,
 ) -> tuple[Plan, Loader | Rollouts]:
     """The plan, which now counts checkpoints and padding, and the loader of its micro-batches, or
     what writes the answers to prompts, all of which the plan takes for as long as they may be."""
@@ -347,11 +354,10 @@ def finish_run(
         with session.world.together():
             if target and session.world.is_first:
                 uploads = Uploads(target, session.path)
-        progress = stack.enter_context(
-            Progress(
-                session.console, log_every=train.log_every, pending=lambda: session.stop.pending
-            )
+        shown = Progress(
+            session.console, log_every=train.log_every, pending=lambda: session.stop.pending
         )
+        progress = stack.enter_context(shown)
         run = open_run(ready, session, progress, stack, resuming)
         run.trace, run.uploads = profile, uploads
         session.stop.stop_if_early()
@@ -370,9 +376,13 @@ def finish_run(
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint to resume from, and the config that it was saved under. state: as it was saved.
-    digests: of the model's files, when the run began. warnings: of checkpoints passed over, and of
-    what has changed."""
+    """A checkpoint to resume from, and the config that it was saved under.
+
+    Attributes:
+        state: as it was saved.
+        digests: of the model's files, when the run began.
+        warnings: of checkpoints passed over, and of what has changed.
+    """
 
     found: Resumable
     state: Mapping[str, Any]
@@ -415,8 +425,8 @@ def resume_point(run_dir: Path, asked: Config, name: str | None = None) -> Resum
         raise nothing_to_resume(run_dir)
     about = read_about(found.path)
     state, digests = about["state"], about["made_of"].get("source", {})
-    before, config = resuming.resumed_configs(run_dir, asked, state)
-    warnings = (*found.warnings, *resuming.check_changes(before, config))
+    before, config = resumed_configs(run_dir, asked, state)
+    warnings = (*found.warnings, *check_changes(before, config))
     return ResumePoint(found, state, digests, before, config, warnings)
 
 

@@ -73,6 +73,7 @@ def request_of(config: Config, model: Model, kept: Mapping[str, Any] | None = No
     leaves open and a resumed run keeps."""
     value = {name: attrgetter(key)(config) for name, key in {**SAME, **SIZES}.items()}
     sizes = {name: None if value[name] == "auto" else int(value[name]) for name in SIZES}
+    drawn = config.model.init == "random"
     if model.sight is None and value["freeze"] is None:
         value["freeze"] = ()
     asked, loss = {**config.asked(), **(kept or {})}, make_loss(config)
@@ -81,7 +82,7 @@ def request_of(config: Config, model: Model, kept: Mapping[str, Any] | None = No
     return Request(
         config=model.config,
         image_row=None if model.sight is None else model.sight.row,
-        source=None if config.model.init == "random" else config.model.source,
+        source=None if drawn else config.model.source,
         optimizer=make_optimizer(config),
         loss=loss,
         asked=asked,

@@ -240,7 +240,7 @@ def test_packed_rows_that_leave_room_are_planned_with_it(project):
     config = load_config("cfg.yaml", keys)
     model = read_model(config)
     resolved = resolve_run(config, model, find_machine(config))
-    plan, found = plan_and_loader(config, model, resolved, rows, None, None)
+    plan, found = plan_and_loader(config, model, resolved, rows)
     loader: Any = found
     steps = [[micro["input_ids"].numel() for micro in batch.micro_batches] for batch in loader]
     largest = max(map(sum, steps))
