@@ -131,7 +131,7 @@ def _read(
     columns = [json.dumps(one.columns, sort_keys=True, default=repr).encode() for one in prompts]
     hashes = [hash64(one.to_bytes(8) + more) for one, more in zip(contexts, columns, strict=True)]
     rows = vars(answered_rows(ids, [[]] * len(ids), [False] * len(ids)))
-    rows |= {"counts": counts, "kind": PROMPTS}
+    rows = {**rows, "counts": counts, "kind": PROMPTS}
     rows |= {"hashes": np.array(hashes, np.uint64), "contexts": np.array(contexts, np.uint64)}
     return PromptRows(**rows, prompts=prompts, toolbox=box[0] if box else None)
 
