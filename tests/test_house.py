@@ -62,7 +62,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 OUTSIDE_THE_CORE = re.compile(r"(?i)(?<![a-z])(ranks?|hosts|nvme|drives?|world)(?![a-z])")
 CORE_LINES, CORE_TOKENS = 3_000, 20_000  # 2_800, 20_000
 # 42_000, 215, 32_000
-PACKAGE_LINES, PACKAGE_FILES, TEST_LINES = 52_310, 222, 49_187
+PACKAGE_LINES, PACKAGE_FILES, TEST_LINES = 52_310, 222, 49_188
 FILE_LINES, FUNCTION_LINES = 600, 60
 NAMES_IN_TWO_MODULES = 10  # functions and classes: mostly a command and its recipe
 UNNAMED_SINGLE_IMPORTERS = 0

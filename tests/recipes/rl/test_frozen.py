@@ -77,12 +77,13 @@ def test_a_reward_model_judges_as_in_transformers(megatrain, task):
         with torch.no_grad():
             score = float(model(ids).logits[0, 0])
         assert one["rewards"][1] == pytest.approx(score, abs=1e-4)
-    model.config.pad_token_id = None  # what is padding its tokenizer says
-    for part in (model, tokenizer):
-        part.save_pretrained(task / "bare")
-    bare = megatrain("rollout rl.yaml --prompts 4 --json rewards.functions=bare").json["answers"]
-    scores = [one["rewards"][1] for one in found["answers"]]
-    assert [one["rewards"][0] for one in bare] == pytest.approx(scores, abs=1e-6)
+    scores, bare = [one["rewards"][1] for one in found["answers"]], "rewards.functions=bare"
+    tokenizer.save_pretrained(task / "bare")
+    for model_s_pad in (None, 5):  # what is padding its tokenizer says
+        model.config.pad_token_id = model_s_pad
+        model.save_pretrained(task / "bare")
+        judged = megatrain("rollout rl.yaml --prompts 4 --json", bare).json["answers"]
+        assert [one["rewards"][0] for one in judged] == pytest.approx(scores, abs=1e-6)
     megatrain("train rl.yaml train.max_steps=4 rewards.reward_weights=[0,1]")
     for line in metrics_of(task / "run"):
         assert {"rewards/judge/mean", "rewards/copies/std"} <= line.keys()
