@@ -79,8 +79,8 @@ def test_a_reward_model_judges_as_in_transformers(megatrain, task):
         assert one["rewards"][1] == pytest.approx(score, abs=1e-4)
     scores, bare = [one["rewards"][1] for one in found["answers"]], "rewards.functions=bare"
     tokenizer.save_pretrained(task / "bare")
-    for model_s_pad in (None, 5):  # what is padding its tokenizer says
-        model.config.pad_token_id = model_s_pad
+    for pad in (None, *ids[0, -2:].tolist()):  # what is padding its tokenizer says
+        model.config.pad_token_id = pad
         model.save_pretrained(task / "bare")
         judged = megatrain("rollout rl.yaml --prompts 4 --json", bare).json["answers"]
         assert [one["rewards"][0] for one in judged] == pytest.approx(scores, abs=1e-6)
