@@ -77,13 +77,13 @@ def test_a_reward_model_judges_as_in_transformers(megatrain, task):
         with torch.no_grad():
             score = float(model(ids).logits[0, 0])
         assert one["rewards"][1] == pytest.approx(score, abs=1e-4)
-    scores, bare = [one["rewards"][1] for one in found["answers"]], "rewards.functions=bare"
+    last, scores = found["answers"][-1], [one["rewards"][1] for one in found["answers"]]
     tokenizer.save_pretrained(task / "bare")
-    for pad in (None, *ids[0, -2:].tolist()):  # what is padding its tokenizer says
-        model.config.pad_token_id = pad
+    for pad in (None, *tokenizer(last["prompt"] + last["answer"]).input_ids[-2:]):
+        model.config.pad_token_id = pad  # what is padding the tokenizer says
         model.save_pretrained(task / "bare")
-        judged = megatrain("rollout rl.yaml --prompts 4 --json", bare).json["answers"]
-        assert [one["rewards"][0] for one in judged] == pytest.approx(scores, abs=1e-6)
+        own = megatrain("rollout rl.yaml --prompts 4 --json rewards.functions=bare").json
+        assert [one["rewards"][0] for one in own["answers"]] == pytest.approx(scores, abs=1e-6)
     megatrain("train rl.yaml train.max_steps=4 rewards.reward_weights=[0,1]")
     for line in metrics_of(task / "run"):
         assert {"rewards/judge/mean", "rewards/copies/std"} <= line.keys()
