@@ -165,13 +165,13 @@ def plan(
     described |= {"gpu_memory": gpu_memory, "gpu_tflops": gpu_tflops}
     described |= {"gpus": gpus, "hosts": hosts, "network": network}
     from megatrain.config import load_config, names_config
-    from megatrain.config.load import bench_config
+    from megatrain.config.load import bench_config, with_random_weights
 
     target, given = _target_of(arguments, "plan")
-    settings = load_config(target, given) if names_config(target) else None
-    shape_alone = settings is None or settings.model.source in SHAPES
-    if settings is None or shape_alone:
-        settings = bench_config(target, given)
+    is_config = names_config(target)
+    settings = (load_config if is_config else bench_config)(target, given)
+    if shape_alone := not is_config or settings.model.source in SHAPES:
+        settings = with_random_weights(settings)
         find_shape(settings.model.source)
     else:
         find_model(settings.model.source, settings.model.revision)

@@ -12,13 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.config import Config
-from megatrain.config.resuming import (
-    asked_again,
-    check_changes,
-    is_open,
-    resumed_configs,
-    unheeded,
-)
+from megatrain.config.resuming import asked_again, check_changes, is_open, resumed_configs, unheeded
 from megatrain.data.build import Expected
 from megatrain.data.loader import Loader
 from megatrain.data.rows import Rows, TokenRows

@@ -24,6 +24,7 @@ NO_FIGURES: Mapping[str, float] = {}
 APPENDED = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 RECENT_STEPS = 20  # behind rates, time left and advice: steady enough to read, and soon to notice
 SHARE_DIGITS = 4
+Row = dict[str, Any]  # a line
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,9 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     """Appends to `metrics.jsonl` of a run folder; on a full disk lines wait for the next one. Every
     line reaches the operating system before the call returns: a killed process loses none."""
 
-    def __init__(self, path: Path, also: Sequence[Callable[[dict[str, Any]], object]] = ()) -> None:
-        """Open, keeping what is there. also: functions that get every line. Raises StorageError."""
-        self.path, self.also = path, also
+    def __init__(self, path: Path) -> None:
+        """Open, keeping what is there. Raises StorageError. `also`: functions that get a line."""
+        self.path, self.also = path, tuple[Callable[[Row], object], ...]()
         with system_errors(self.path, "write it"):
             self._file = os.fdopen(os.open(self.path, APPENDED, 0o600), "ab", buffering=0)
         self._waiting = b""
@@ -164,7 +165,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         found = {**({} if eval_loss is None else loss), **figures, "eval_s": eval_s}
         self._write(json_able({"step": step, **found}))
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, row: Row) -> None:
         for other in self.also:
             other(row)
         waited = bool(self._waiting)
@@ -184,7 +185,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
         return None
 
 
-def read_metrics(run_dir: str | Path) -> Iterator[dict[str, Any]]:
+def read_metrics(run_dir: str | Path) -> Iterator[Row]:
     """The lines of a run's `metrics.jsonl` in order, without broken ones. Raises StorageError."""
     path = Path(run_dir) / METRICS_FILE
     with system_errors(path, "read it", "look whether the run's folder is still there"):
@@ -293,7 +294,6 @@ NOT_DRAWN = {"step", "tokens", "target_tokens", "epoch", "step_s", "energy_j"}
 NOT_DRAWN |= {"eval_target_tokens", "eval_s", "skipped", "spike"}
 SUMMED = ("tokens", "step_s", "energy_j")
 
-Row = dict[str, Any]
 Point = tuple[int, float]
 
 

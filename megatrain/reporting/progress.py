@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from io import TextIOWrapper
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from rich.console import Console, Group
@@ -150,9 +151,15 @@ class _ConsoleHandler(logging.Handler):
             self.console.print(text, soft_wrap=not self.console.is_terminal)
 
 
-# The newest step on the panel: title, step, figures, advice, seconds to the end of the run, and the
-# time when so many were left.
-_Shown = tuple[str, int, tuple[tuple[str, str], ...], str, float | None, float]
+class _Shown(NamedTuple):
+    """The newest step on the panel."""
+
+    title: str
+    step: int = 0
+    figures: tuple[tuple[str, str], ...] = ()
+    advice: str = ""
+    left_s: float | None = None  # to the end of the run, at the time `at`
+    at: float = 0.0
 
 
 class Progress:
@@ -172,8 +179,7 @@ class Progress:
         self.time = StepTime()  # summed over all steps shown
         self.outside_s = {"evaluating": 0.0, "saving": 0.0}  # seconds between the steps
         self._times = dict.fromkeys(self.outside_s, 0)  # how often
-        self._since = time.monotonic()
-        self._shown: _Shown = "starting", 0, (), "", None, 0.0
+        self._since, self._shown = time.monotonic(), _Shown("starting")
         self._live: Live | None = None
         if console.is_interactive:
             self._live = Live(
@@ -197,7 +203,7 @@ class Progress:
         """Say what is to come, before the first step. ahead: how often, after a step, something of
         `outside_s` is still to come, by its name."""
         self._total_steps, self._first_step, self._ahead = total_steps, first_step, ahead
-        self._shown = (self._title(first_step), first_step, *self._shown[2:])
+        self._shown = self._shown._replace(title=self._title(first_step), step=first_step)
 
     @contextmanager
     def doing(
@@ -293,7 +299,7 @@ class Progress:
         title = f"{self._title(newest.step)}, epoch {newest.epoch:.2f}"
         left = self.seconds_left(), time.monotonic()
         # one assignment: the thread reads title and figures of the same step
-        self._shown = (title, newest.step, tuple(figures), newest.advice, *left)
+        self._shown = _Shown(title, newest.step, tuple(figures), newest.advice, *left)
 
     def _panel(self) -> Panel:
         """The newest step's figures under two bars: the run's, and that of what is done now."""

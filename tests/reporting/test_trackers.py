@@ -50,10 +50,9 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
 
 def written(run_dir: Path, names: tuple[str, ...], first: int, last: int) -> None:
     """Steps first + 1 to last of a run, and an evaluation after the last."""
-    with (
-        tracking(names, run_dir, first, ABOUT) as also,
-        MetricsWriter(run_dir / METRICS_FILE, [also]) as writer,
-    ):
+    file = run_dir / METRICS_FILE
+    with tracking(names, run_dir, first, ABOUT) as also, MetricsWriter(file) as writer:
+        writer.also = (also,)
         for step in range(first + 1, last + 1):
             writer.write_step(replace(STEP, step=step, loss=5.0 / step))
         writer.write_eval(last, 2.5, 100, 0.1)
