@@ -136,7 +136,7 @@ LEAST = 0.005  # of a step that is waited, to be shown
 
 H200, FOUR_H200 = "2026-11-25-h200", "2026-11-26-h200"
 H100, HOT_H100 = "2026-11-25-h100", "2026-11-26-h100"  # heated before rates are measured
-TWO_H200, TWO_H100 = "2026-11-27-h200", "2026-11-27-h100"
+TWO_H200, TWO_H100, LONG_H200 = "2026-11-27-h200", "2026-11-27-h100", "2026-11-30-h200"
 # model and step in words, and the file below benchmarks/results
 MIXTURES = (
     (
@@ -163,8 +163,9 @@ MIXTURES = (
 ONE, TWO, FOUR = "ours.1-gpu.json", "ours.2-gpus.json", "ours.4-gpus.json"
 GPUS = (
     ("7.6B, 65,536 tokens, one H200", f"{FOUR_H200}/7.6b-65k-each.{ONE}"),
-    ("7.6B, 65,536 tokens on each of two H200", f"{FOUR_H200}/7.6b-65k-each.{TWO}"),
     ("7.6B, 65,536 tokens on each of four H200", f"{FOUR_H200}/7.6b-65k-each.{FOUR}"),
+    ("7.6B, 65,536 tokens, one of two other H200", f"2026-11-29-h200/7.6b-65k-each.{ONE}"),
+    ("7.6B, 65,536 tokens on each of both", f"2026-11-29-h200/7.6b-65k-each.{TWO}"),
     ("7.6B, 65,536 tokens, one of two H200", f"{TWO_H200}/7.6b-65k-in-all.{ONE}"),
     ("7.6B, 65,536 tokens on two H200 in all", f"{TWO_H200}/7.6b-65k-in-all.{TWO}"),
     ("7.6B, 65,536 tokens on four H200 in all", f"{FOUR_H200}/7.6b-65k-in-all.{FOUR}"),
@@ -181,10 +182,8 @@ GPUS = (
         "tokens on each of two H200",
         f"{FOUR_H200}/95b-16k-each.{TWO}",
     ),
-    (
-        "7.6B, one sequence of 524,288 tokens shared by two H200",
-        f"2026-11-29-h200/7.6b-context-512k.{TWO}",
-    ),
+    ("7.6B, one sequence of 524,288 tokens, one H200", f"{LONG_H200}/7.6b-context-512k.{ONE}"),
+    ("7.6B, the same shared by two H200", f"{LONG_H200}/7.6b-context-512k.{TWO}"),
     ("7.6B, 65,536 tokens, one H100 by itself", f"{HOT_H100}/7.6b-65k.json"),
     ("7.6B, 16,384 tokens, one H100 by itself", f"{HOT_H100}/7.6b-16k.json"),
     ("7.6B, 65,536 tokens, one of two H100", f"{HOT_H100}/7.6b-65k-in-all.{ONE}"),

@@ -50,8 +50,7 @@ def launch(
 
 def float_bits(value: Any) -> int:
     """The bits of `value` as float32, which any launcher passes on unchanged."""
-    bits: int = struct.unpack("i", struct.pack("f", value))[0]
-    return bits
+    return int(struct.unpack("i", struct.pack("f", value))[0])
 
 
 def signed(number: int) -> int:

@@ -165,13 +165,12 @@ def plan(
     described |= {"gpu_memory": gpu_memory, "gpu_tflops": gpu_tflops}
     described |= {"gpus": gpus, "hosts": hosts, "network": network}
     from megatrain.config import load_config, names_config
-    from megatrain.config.load import bench_config, with_random_weights
+    from megatrain.config.load import bench_config
 
     target, given = _target_of(arguments, "plan")
     is_config = names_config(target)
     settings = (load_config if is_config else bench_config)(target, given)
-    if shape_alone := not is_config or settings.model.source in SHAPES:
-        settings = with_random_weights(settings)
+    if not is_config or settings.model.source in SHAPES:
         find_shape(settings.model.source)
     else:
         find_model(settings.model.source, settings.model.revision)
@@ -179,7 +178,7 @@ def plan(
     from megatrain.recipes.plan import plan as make_plan
 
     with logging_on(console_on(stderr=True)):
-        found = make_plan(settings, shape_alone, described)
+        found = make_plan(settings, not is_config, described)
     if as_json:
         print_json(found.to_dict())
         found.check()

@@ -323,7 +323,7 @@ def _of_ranks(
         return copies, Peers(), Gradients, []
     exchange = Exchange(world, copies.store.layouts, compute, getattr(torch, settings.wire))
     resources.callback(exchange.close)  # before what its jobs read and write
-    trades = world, skeleton.config, compute, exchange.lane
+    trades = world, skeleton.config, exchange.swap
     peers = Peers(world, ContextParallel(*trades) if world.cp_size > 1 else None)
     source = GatheredWeights(copies, exchange, dtype, settings.replicated, kept)
     return source, peers, partial(SharedGradients, exchange), [exchange.lane]

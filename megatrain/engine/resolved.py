@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.head import token_logprobs
+from megatrain.engine.ranks.context_parallel import AllToAll
 from megatrain.engine.request import (
     Request,
     check_positions,
@@ -148,6 +149,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
             compiled=compiled is True,
             fp8=machine.precision == "fp8",
             layer_chunks=layer_chunks(request.asked.get("layer_chunk_tokens") or None, max(sizes)),
+            trade=AllToAll(0, pieces, lambda *_: None) if pieces > 1 else None,
         )
         shape = machine.world.on_rank0(dry_run)  # all have the same model, or are refused
     packed_to = seq_len if packed else None

@@ -110,8 +110,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def storage_of(tensor: Tensor) -> int:
     """A number that only tensors on the same living storage share."""
-    identity: int = tensor.untyped_storage()._cdata
-    return identity
+    return int(tensor.untyped_storage()._cdata)
 
 
 def is_open_container(value: Any) -> bool:
@@ -165,7 +164,8 @@ def blank_call(
     hidden = torch.empty(hidden_shape, dtype=dtype, device=device, requires_grad=True)
 
     def forward() -> Tensor:
-        out = torch.func.functional_call(layer, tensors, (hidden, *args), kwargs)
+        with call.around():
+            out = torch.func.functional_call(layer, tensors, (hidden, *args), kwargs)
         return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
 
     return forward, [hidden, *weights.values()]

@@ -144,16 +144,16 @@ def _attend(
     """
     trade, heads = around.trade, query.shape[1]
     each = -(-heads // trade.ranks)
+    missing = each * trade.ranks - heads
     ours = slice(trade.rank * each, (trade.rank + 1) * each)
-    uneven = heads % trade.ranks > 0 or key.shape[1] % trade.ranks > 0
+    uneven = missing > 0 or key.shape[1] % trade.ranks > 0
 
     def of_heads(states: Tensor) -> Tensor:
         """This rank's, of states whose first dimension is heads."""
-        return pad(states, [0, 0] * (states.ndim - 1) + [0, each * trade.ranks - heads])[ours]
+        return pad(states, [0, 0] * (states.ndim - 1) + [0, missing])[ours]
 
     if uneven:
         key, value = (spread(states, heads) for states in (key, value))
-        missing = each * trade.ranks - heads
         query, key, value = (
             pad(states, (0, 0, 0, 0, 0, missing)) for states in (query, key, value)
         )

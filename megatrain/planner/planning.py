@@ -51,10 +51,7 @@ def make_plan(
     check_job_ranks(job)
     if job.size == 1:
         job = replace(job, replicated=None)
-    if host_limit is not None:
-        host_limit //= job.ranks
-    if nvme_limit is not None:
-        nvme_limit //= job.ranks
+    host_limit, nvme_limit = (limit and limit // job.ranks for limit in (host_limit, nvme_limit))
     free = None if hardware.gpu is None else hardware.gpu.free_bytes
     budget = Budget(
         gpu=free if free is None else min(gpu_limit or free, free),
@@ -167,7 +164,7 @@ def reasons(layout: Layout) -> tuple[Reason, ...]:
                 asked = choices.groups > 1 and choices.sums_on_device == job.sums_on_device
             rows.append(Reason(option.heading, value, f"as asked: {why}" if asked else why))
     sets = layout.activations.working_sets
-    largest = max(sets, key=lambda name: sets[name])
+    largest = max(sets, key=sets.__getitem__)
     return *rows, Reason("working set", human_bytes(sets[largest], 2), f"the largest: {largest}")
 
 
@@ -195,11 +192,12 @@ def _resident(choices: Choices, job: Job, blocks: int, on_gpu: bool) -> str:
     if choices.resident == 0:
         return f"all {blocks} blocks are streamed"
     which = _part("first", choices.resident, blocks, "block")
-    if choices.resident >= blocks and job.size > 1:
+    if choices.resident < blocks:
+        others = "more do not fit" if job.resident is None else "the others are streamed"
+        return f"{which}; {others}"
+    if job.size > 1:
         return f"the shares of {which} are updated where they are; weights are gathered from there"
-    if choices.resident >= blocks:
-        return f"{which} are updated {'on the GPU' if on_gpu else 'in place'}: nothing is streamed"
-    return f"{which}; {'more do not fit' if job.resident is None else 'the others are streamed'}"
+    return f"{which} are updated {'on the GPU' if on_gpu else 'in place'}: nothing is streamed"
 
 
 def _replicated(choices: Choices, blocks: int) -> str:

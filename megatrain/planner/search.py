@@ -29,7 +29,7 @@ def most(count: int, fits: Callable[[int], bool]) -> int:
     return max(0, bisect_right(range(count), False, key=lambda number: not fits(number)) - 1)
 
 
-def complexity(layout: Layout) -> tuple[int, int, int, bool, bool, bool, bool, bool, int]:
+def complexity(layout: Layout) -> tuple[int, ...]:
     """Order among choices that are equally fast, the simplest first."""
     choices = layout.choices
     return (
@@ -127,9 +127,18 @@ class Search:
         return self.replicated(found)
 
     def replicated(self, found: Layout | None) -> Layout | None:
-        """With whole weights of blocks on all ranks, if that is faster."""
-        tried = [] if found is None else [found, *self.more_replicated(found)]
-        return self.fastest_of(tried) if len(tried) > 1 else found
+        """With whole weights on all ranks, in what is left of the GPU or in place of resident
+        blocks and accumulators, if that is faster."""
+        if found is None or self.job.size == 1 or self.job.replicated is not None:
+            return found
+        choices, blocks = found.choices, self.blocks
+        fitting = most(blocks, lambda count: self.fits(found.moved(replicated=count)))
+        tried = [found, found.moved(replicated=fitting)]
+        for sums in sorted({choices.sums_on_device, *self.summed(choices.groups)}):
+            for part in range(1, REPLICATED_PARTS + 1):
+                count = -(-blocks * part // REPLICATED_PARTS)
+                tried.append(self.filled(replace(choices, replicated=count, sums_on_device=sums)))
+        return self.fastest_of(tried)
 
     def fits_somehow(self) -> bool:
         """True if any combination fits: then the one with the least memory does."""
@@ -207,19 +216,6 @@ class Search:
         for larger in () if self.job.head_chunk_tokens else self.shape.head.sizes:
             if chunk < larger <= tokens:
                 yield self.layout(replace(found, head_chunk_tokens=larger))
-
-    def more_replicated(self, layout: Layout) -> Iterator[Layout]:
-        """In what is left of the GPU, or in place of resident blocks and accumulators."""
-        found, blocks = layout.choices, self.blocks
-        if self.job.size == 1 or self.job.replicated is not None:
-            return
-        yield layout.moved(
-            replicated=most(blocks, lambda count: self.fits(layout.moved(replicated=count)))
-        )
-        for sums in sorted({found.sums_on_device, *self.summed(found.groups)}):
-            for part in range(1, REPLICATED_PARTS + 1):
-                count = -(-blocks * part // REPLICATED_PARTS)
-                yield self.filled(replace(found, replicated=count, sums_on_device=sums))
 
     # -- values of the options ---------------------------------------------------------------------
 

@@ -115,7 +115,7 @@ class StepTimeline:
     def bound_by(self, phase: str) -> str:
         """The bound of a phase, on which most of its time is spent: compute, or a wait."""
         waits = self.waits[phase]
-        worst = max(waits, key=lambda name: waits[name])
+        worst = max(waits, key=waits.__getitem__)
         return worst if waits[worst] > WORTH_NAMING * self.phases[phase] else "compute"
 
     def at_least_in(self, phase: str, seconds: float) -> None:
@@ -132,8 +132,7 @@ class StepTimeline:
 
 
 def _total(task: str, blocks: Sequence[BlockTasks]) -> float:
-    seconds: float = sum(map(attrgetter(task), blocks))
-    return seconds
+    return float(sum(map(attrgetter(task), blocks)))
 
 
 def serial(blocks: Sequence[BlockTasks], options: ScheduleOptions) -> StepTimeline:

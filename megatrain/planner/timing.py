@@ -149,7 +149,7 @@ class StepCosts:
     @cached_property
     def blocks(self) -> list[BlockTasks]:
         """The tasks of every block for a group of micro-batches."""
-        known: dict[tuple[int, int, int, Where, float, bool, bool], BlockTasks] = {}
+        known: dict[tuple[object, ...], BlockTasks] = {}
         tasks = [self._embedding()]
         for block, work in enumerate(self.shape.cost.layers, start=1):  # mostly of one kind
             where, sent = self.where[block - 1], self.sent_bytes[block - 1]
@@ -157,25 +157,23 @@ class StepCosts:
             numels = self.shape.block_numel[block], self.shape.trained_numel[block]
             kind = id(work), *numels, where, sent, resident, far
             if kind not in known:
-                known[kind] = self._layer(block, work)
+                known[kind] = self._layer(block, work, where, sent)
             tasks.append(known[kind])
         return [*tasks, self._head()]
 
     # -- computation -------------------------------------------------------------------------------
 
-    def _layer(self, block: int, work: BlockCost) -> BlockTasks:
+    def _layer(self, block: int, work: BlockCost, where: Where, sent: float) -> BlockTasks:
         numel, tokens, memory = self.shape.block_numel[block], self.tokens, self.machine.memory
-        where, sent, choices = self.where[block - 1], self.sent_bytes[block - 1], self.choices
-        chunk = choices.layer_chunk_tokens or tokens
+        choices, chunk = self.choices, self.choices.layer_chunk_tokens or tokens
         rate, share = self._matmul_rate(min(tokens, chunk)), self.fp8_share
         if share:
             rate = 1 / (share / self.machine.fp8 + (1 - share) / rate)
         traffic = 1 + share * (FP8_TRAFFIC - 1)
         quantizing = share * numel * FP8_WEIGHT_BYTES / 2 / memory
-        trading, pieces = 0.0, self.job.pieces
-        if pieces > 1:  # tokens for heads and back: queries, keys, values and output
-            nbytes = 4 * tokens * self.layout.activations.row_bytes
-            trading = nbytes * ((pieces - 1) / pieces) / self.machine.gather
+        # tokens for heads and back: queries, keys, values and output
+        traded = 4 * tokens * self.layout.activations.row_bytes * (1 - 1 / self.job.pieces)
+        trading = traded / max(1.0, self.machine.gather)
         chunks = max(1, math.ceil(tokens / chunk - ROUNDING))
         forward, backward = (
             seconds + quantizing + trading
@@ -286,9 +284,8 @@ class StepCosts:
 
     def _attention(self, work: BlockCost, tokens: float) -> float:
         """Seconds of fused attention, both directions."""
-        seq_len, pieces = self.job.seq_len, self.job.pieces
-        keys = work.keys if 0 < work.keys < seq_len else seq_len * pieces
-        flops = 3 * work.forward.attention_flops * pieces * tokens
+        flops = 3 * work.forward.attention_flops * tokens
+        keys = work.keys or self.job.seq_len * self.job.pieces
         return flops / interpolate(self.machine.attention, keys)
 
     def _matmul_rate(self, tokens: float) -> float:

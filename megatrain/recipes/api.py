@@ -8,9 +8,8 @@ from typing import Any
 
 from megatrain.config import Config, load_config, names_config
 from megatrain.config.fields import check_sources
-from megatrain.config.load import bench_config, with_random_weights
+from megatrain.config.load import bench_config
 from megatrain.errors import ConfigError
-from megatrain.models.shapes import SHAPES
 from megatrain.planner.plan import Plan
 from megatrain.recipes import inspect, run
 from megatrain.recipes.plan import plan as make_plan
@@ -61,12 +60,10 @@ def plan(
     overrides = {key: value for key, value in given.items() if value is not None} | keys
     is_config = isinstance(target, (Config, Mapping)) or names_config(_path_of(target))
     config = config_of(target, overrides) if is_config else bench_config(str(target), overrides)
-    if shape_alone := not is_config or config.model.source in SHAPES:
-        config = with_random_weights(config)
     described: dict[str, Any] = {"gpu": gpu, "ram": ram, "cores": cores, "pcie": pcie}
     described |= {"gpu_memory": gpu_memory, "gpu_tflops": gpu_tflops}
     described |= {"gpus": gpus, "hosts": hosts, "network": network}
-    return make_plan(config, shape_alone, described)
+    return make_plan(config, not is_config, described)
 
 
 def train(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatrain.config import Config
+from megatrain.config.load import with_random_weights
 from megatrain.errors import ModelError
 from megatrain.methods import METHODS
 from megatrain.models.pretrained import digests_of, resolve_source
@@ -41,10 +42,13 @@ def plan(
     """The plan of a config's run. Loads no weights and touches no GPU. Raises MegaTrainError.
 
     Args:
-        shape_alone: the model has no files but its configuration, or is a name (models/shapes.py).
+        shape_alone: the model has no files but its configuration; a named shape never has.
         described: another machine than this one, or several of its GPUs, in the keywords of
             `doctor.planned_machine`, if any of them is not None.
     """
+    named = named_shape(config.model.source) is not None
+    if shape_alone := shape_alone or named:
+        config = with_random_weights(config)
     other = {name: value for name, value in (described or {}).items() if value is not None}
     if other and "gpus" not in other and config.gpus != "auto":
         other["gpus"] = config.gpus
@@ -55,8 +59,7 @@ def plan(
         site = planned_site(config, **other)
         causes = question_causes(config, site) if shape_alone else None
     if site is not None and causes is not None:
-        named = config.model.source if named_shape(config.model.source) else None
-        question = known_question(causes, named)
+        question = known_question(causes, config.model.source if named else None)
         if question is not None and _is_possible(config, site, question):
             return plan_known(config, site, question)
     # only here: what follows imports torch and transformers

@@ -87,7 +87,7 @@ def plan_model(config: Config, shape_alone: bool, machine: Machine | None) -> tu
     if METHODS[config.method].kind == PROMPTS and not shape_alone:
         config = planned_for(config, *read_prompt_rows(config, model, setup.day_of(config)))
     resolved = setup.resolve_run(config, model, machine or find_machine(config))
-    if config.model.init == "pretrained" and not shape_alone:
+    if config.model.init == "pretrained":
         check_tensors(resolved.skeleton, config.model.source)
     checked = check_once(resolved.skeleton, config.model.trust_remote_code)
 

@@ -305,7 +305,7 @@ def sharing(config: Config, world: World) -> World:
 
 
 def check_shared(config: Config, resolved: Resolved) -> None:
-    """Raise ConfigError for what sequences cannot be shared with; warn of what plans leave out."""
+    """Raise ConfigError for what sequences cannot be shared with."""
     pieces, where = config.train.context_parallel, config.where("train.context_parallel")
     if pieces == 1:
         return
@@ -316,9 +316,6 @@ def check_shared(config: Config, resolved: Resolved) -> None:
         )
     balances, compiled = resolved.router_aux_loss_coef > 0, resolved.compile is True
     check_context_parallel(pieces, resolved.skeleton, compiled, balances, where)
-    if resolved.packed_to is not None or resolved.request.attention == "eager":
-        what = "masks of packed sequences" if resolved.packed_to else "scores of eager attention"
-        logger.warning(f"{where}: the plan counts too little memory for {what}")
 
 
 def micro_batch_of(config: Config, plan: Plan) -> int:

@@ -19,6 +19,7 @@ from megatrain.machine.profile import (
     part_of,
     typical,
 )
+from megatrain.planner.activations import TRADED_HOLES
 from megatrain.planner.job import Job
 from megatrain.planner.memory import HEAD_COPIES, OTHERS_TABLES, Layout
 from megatrain.planner.plan import Plan
@@ -31,33 +32,15 @@ from tests.helpers.planned import ALL_STREAMED, H200_LARGE_HOST, JOB_7B, QWEN_7B
 from tests.planner.test_plan_measured import EMBEDDING, Case
 from tests.planner.test_simulation import COMPUTING, LAYERS, ONE_GROUP, with_tasks
 
+HALVES: dict[str, Any] = {"groups": 2, "micro_batch_tokens": 128, "tokens": 1024}
+READ: dict[str, Any] = {"tokens": 1024, "transport": "read"}
 CASES = {
     "tied, three": (3, 1, Case(tied=True, tokens=1536, replicated=1)),
     "two hosts of two": (4, 2, Case(tokens=2048, replicated=2)),
-    "in groups, half resident": (
-        2,
-        1,
-        Case(groups=2, micro_batch_tokens=128, tokens=1024, resident=3, replicated=5, sums=6),
-    ),
-    "sums in host RAM, tied, read": (
-        2,
-        1,
-        Case(
-            groups=2,
-            micro_batch_tokens=128,
-            tokens=1024,
-            resident=1,
-            sums=2,
-            tied=True,
-            transport="read",
-        ),
-    ),
-    "read from one copy, half resident": (
-        2,
-        1,
-        Case(resident=3, tokens=1024, transport="read"),
-    ),
-    "all read": (2, 1, Case(tokens=1024, transport="read", clipping=False, replicated=6)),
+    "in groups, half resident": (2, 1, Case(**HALVES, resident=3, replicated=5, sums=6)),
+    "sums in host RAM, tied, read": (2, 1, Case(**HALVES | READ, resident=1, sums=2, tied=True)),
+    "read from one copy, half resident": (2, 1, Case(**READ, resident=3)),
+    "all read": (2, 1, Case(**READ, clipping=False, replicated=6)),
     "embedding frozen, resident": (2, 1, Case(freeze=EMBEDDING, resident=3, tokens=1024)),
 }
 
@@ -72,9 +55,8 @@ def measured(world: World, case: Case, plan: Plan) -> tuple[int, int]:
 def test_ranks_take_the_bytes_that_are_planned(name, tmp_path, on_ranks):
     ranks, hosts, case = CASES[name]
     plan = replace(case.plan(tmp_path, ranks // hosts, hosts), made_of=None)
-    for device_bytes, host_bytes in on_ranks(
-        ranks, partial(measured, case=case, plan=plan), hosts=hosts
-    ):
+    run = partial(measured, case=case, plan=plan)
+    for device_bytes, host_bytes in on_ranks(ranks, run, hosts=hosts):
         assert plan.allocated_bytes == pytest.approx(device_bytes, rel=0.03)
         beside = ("gradient staging", HEAD_COPIES, OTHERS_TABLES)  # not in the store
         stored = sum(plan.host.values()) - sum(plan.host.get(name, 0) for name in beside)
@@ -230,8 +212,7 @@ def test_hosts_are_bound_by_their_network():
 
 def uploading(transport: str, machine: MachineProfile) -> BlockTasks:
     """What a streamed layer takes on four ranks."""
-    job = replace(LONG, resident=0, ranks=4, transport=transport)
-    hardware = part_of(HOST, 4)
+    job, hardware = replace(LONG, resident=0, ranks=4, transport=transport), part_of(HOST, 4)
     choices = make_plan(job, QWEN_7B, hardware, machine).choices
     return StepCosts(Layout.of(choices, job, QWEN_7B, hardware), machine).blocks[1]
 
@@ -272,7 +253,7 @@ def test_attention_of_a_piece_is_over_the_whole_sequence():
     together = layer(replace(job, pieces=2))[1]
     flops = 3 * QWEN_7B.cost.layers[0].forward.attention_flops * costs.tokens
     rates = [interpolate(machine.attention, job.seq_len * pieces) for pieces in (1, 2)]
-    longer = ATTENTION_FORWARD_SHARE * (2 * flops / rates[1] - flops / rates[0])
+    longer = ATTENTION_FORWARD_SHARE * (flops / rates[1] - flops / rates[0])
     traded = 4 * costs.tokens * QWEN_7B.hidden_size * 2 / 2 / machine.gather
     assert together - alone == pytest.approx(longer + traded)
 
@@ -287,9 +268,11 @@ def test_pieces_of_a_long_row_fit_where_it_does_not():
         Layout.of(plan.choices, replace(plan.job, pieces=n), QWEN_7B, part_of(HOST, 8))
         for n in (1, 4)
     )
-    # whole sequences' ids and rotary tables, and a communicator of those that share
-    inputs = ("token ids and targets", "rotary tables and masks")
-    assert all(some.device[name] == 4 * one.device[name] for name in inputs)
+    # whole sequences' ids, holes where parts come and go, and a communicator of those that share
+    assert some.device["token ids and targets"] == 4 * one.device["token ids and targets"]
+    hidden = plan.choices.micro_batch_tokens * QWEN_7B.hidden_size * 2
+    more = some.device["allocator slack"] - one.device["allocator slack"]
+    assert more == TRADED_HOLES[plan.choices.retained > 0] * hidden
     groups = (some, [8, 4]), (one, [8])
     assert all(of.device["communicators"] == communicator_bytes(n, True) for of, n in groups)
 

@@ -9,30 +9,28 @@ backward in the order of its graph, of which every rank has the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatrain.engine.streams import Compute, Lane
 from megatrain.errors import DataError
 from megatrain.losses import IGNORE, Targets
 from megatrain.models.recorder import LayerCall
 from megatrain.models.ulysses import Around, call_of_piece, implementation_of, piece_of
-from megatrain.world import World, trade_parts
-
-HEADS, TOKENS = 1, 2  # dimensions of attention's inputs; its output has them the other way round
+from megatrain.world import World
 
 
 # why: decision 0102
 class ContextParallel:
     """Part `rank` of `size` equal parts of the sequences that a group of ranks share."""
 
-    def __init__(self, world: World, config: Any, compute: Compute, lane: Lane) -> None:
+    def __init__(self, world: World, config: Any, exchange: Callable[..., None]) -> None:
         self.rank, self.size = world.cp_rank, world.cp_size
-        self._around = Around(AllToAll(world, compute, lane), implementation_of(config))
+        self._around = Around(AllToAll(self.rank, self.size, exchange), implementation_of(config))
 
     def around_layers(
         self, hidden: Tensor, calls: Sequence[LayerCall]
@@ -54,10 +52,10 @@ class ContextParallel:
         """
         shape = batch["input_ids"].shape
         missing = -shape[1] % self.size
-        fills = {"labels": IGNORE, "input_ids": 0, "attention_mask": 0, "position_ids": 0}
-        fills |= {"token_real": 0}
         if not missing:
             return batch
+        zeros = "input_ids", "attention_mask", "position_ids", "token_real"
+        fills = {"labels": IGNORE, **dict.fromkeys(zeros, 0)}
         if longest is not None and "position_ids" not in batch and shape[1] + missing > longest:
             raise DataError(
                 f"a sequence of {shape[1]} tokens is padded to {shape[1] + missing} for "
@@ -75,45 +73,38 @@ class ContextParallel:
 
 
 class Traded(torch.autograd.Function):
-    """Tensors of which ranks have swapped parts; gradients go the same way back."""
+    """Tensors of which ranks have given up parts of dimension 1 for all of dimension 2; gradients
+    go the same way back."""
 
     @staticmethod
-    def forward(ctx: Any, trade: AllToAll, split: int, join: int, *states: Tensor) -> Any:
-        ctx.way = trade, join, split
-        return tuple(trade.swapped(states, split, join))
+    def forward(ctx: Any, trade: AllToAll, *states: Tensor) -> Any:
+        ctx.trade = trade
+        return tuple(trade.swapped(states, 1, 2))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        trade, split, join = ctx.way
-        return None, None, None, *trade.swapped(grads, split, join)
+        return None, *ctx.trade.swapped(grads, 2, 1)
 
 
+@dataclass(eq=False)
 class AllToAll:
-    """`models.ulysses.Trade` for the ranks of `world` that share sequences."""
+    """`models.ulysses.Trade`. exchange: given tensors to fill and tensors to send, gives each rank
+    its part of the latter's dimension 0."""
 
-    def __init__(self, world: World, compute: Compute, lane: Lane) -> None:
-        self.rank, self.ranks = world.cp_rank, world.cp_size
-        self._group, self._compute, self._lane = world.sharing, compute, lane
+    rank: int
+    ranks: int
+    exchange: Callable[..., None]
 
     def to_heads(self, *states: Tensor) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = Traded.apply(self, HEADS, TOKENS, *states)  # type: ignore[no-untyped-call]
+        found: tuple[Tensor, ...] = Traded.apply(self, *states)  # type: ignore[no-untyped-call]
         return found
 
     def to_tokens(self, states: Tensor) -> Tensor:
-        (found,) = Traded.apply(self, 1, 2, states)  # type: ignore[no-untyped-call]
-        return found  # type: ignore[no-any-return]
+        return self.to_heads(states)[0]
 
     def swapped(self, states: Sequence[Tensor], split: int, join: int) -> list[Tensor]:
         """Send every rank its part along `split`; what came from them, joined along `join`."""
         sent = [torch.stack(state.chunk(self.ranks, split)) for state in states]
         received = [torch.empty_like(parts) for parts in sent]
-
-        def swap() -> None:
-            for theirs, ours in zip(received, sent, strict=True):
-                trade_parts(theirs, ours, self._group)
-
-        # wait: what is sent may still be computed
-        swapped = self._lane.after([self._compute.record()], swap)
-        # wait: nothing that is sent or received may be read, or its memory used again, before
-        self._compute.wait(swapped, "exchange")
+        self.exchange(received, sent)
         return [torch.cat(parts.unbind(0), join) for parts in received]

@@ -45,7 +45,7 @@ class Exchange:
         compute: Compute,
         wire: torch.dtype = torch.float32,
     ) -> None:
-        self.world, self.wire, self.device = world, wire, compute.device
+        self.world, self.wire, self.compute = world, wire, compute
         self.lane = Lane("exchange", compute.device)
         self.shares = [layout.share(world.size) for layout in layouts]
         spans = (layout.span(world.place(), world.size) for layout in layouts)
@@ -109,6 +109,18 @@ class Exchange:
         whole = self._norms[: rows * self.world.size]
         self.gather(whole, padded)
         return whole
+
+    def swap(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        """Give ranks that share sequences their parts of what is sent, one tensor after another."""
+
+        def swap() -> None:
+            for theirs, ours in zip(received, sent, strict=True):
+                trade_parts(theirs, ours, self.world.sharing)
+
+        # wait: what is sent may still be computed
+        swapped = self.lane.after([self.compute.record()], swap)
+        # wait: nothing that is sent or received may be read, or its memory used again, before
+        self.compute.wait(swapped, "exchange")
 
     def close(self) -> None:
         self.lane.close()

@@ -46,7 +46,7 @@ class GatheredWeights:
         self.numels: Sequence[int] = [*map(exchange.padded, range(len(exchange.shares)))]
         alone = copies.store.whole_in_ram
         shares = [share for n, share in enumerate(exchange.shares) if alone(n) is None]
-        size, device = max(shares, default=0), exchange.device
+        size, device = max(shares, default=0), exchange.compute.device
         # on their way into slots, in turn
         self._shares = [
             Slot(torch.empty(size, dtype=dtype, device=device)) for _ in range(SHARE_BUFFERS)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -22,6 +22,7 @@ from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy, fp8_matmuls
 from megatrain.models.transforms.kept_attention import attention_bytes
 from megatrain.models.transforms.skippable import recompute_inside, skippable
+from megatrain.models.ulysses import Around, Trade, call_of_piece, implementation_of
 from megatrain.planner.cost.compiled import CompiledLayer, predict_compiled
 from megatrain.planner.cost.footprint import (
     Footprint,
@@ -80,12 +81,13 @@ class DryRun:
     """Runs parts of a skeleton whose parameters are on the meta device."""
 
     skeleton: Skeleton
-    seq_len: int
+    seq_len: int  # of its piece, where a row is shared
     padded: bool  # layers that masks tell documents by receive a boolean one for every sequence
     loss: Callable[[Tensor], Tensor]  # logits [n, vocab] -> scalar
     runs_on: str  # "cpu" or "cuda", where the model will compute
     compiles: bool  # predict compiled layers too
     fp8: bool  # the layers' matmuls take fp8 operands; their work is counted in bf16
+    trade: Trade | None  # of ranks that share every row
     _known_calls: dict[int, list[LayerCall]] = field(default_factory=dict)
 
     # -- bytes -------------------------------------------------------------------------------------
@@ -338,16 +340,20 @@ class DryRun:
             for at, (layer, call) in enumerate(pairs)
         ]
 
-    def _embed(self, rows: int) -> tuple[Tensor, list[LayerCall]]:
-        ids = torch.zeros(rows, self.seq_len, dtype=torch.long, device="meta")
+    def _embed(self, rows: int, pieces: int = 1) -> tuple[Tensor, list[LayerCall]]:
+        ids = torch.zeros(rows, pieces * self.seq_len, dtype=torch.long, device="meta")
         return self.skeleton.embed({"input_ids": ids})
 
     def _calls(self, rows: int) -> list[LayerCall]:
         if rows not in self._known_calls:
             with torch.no_grad(), without_data():
-                _, calls = self._embed(rows)
-            masked = _padded(self.skeleton, calls, rows, self.seq_len) if self.padded else calls
-            self._known_calls[rows] = masked
+                hidden, calls = self._embed(rows, self.trade.ranks if self.trade else 1)
+            calls = _padded(self.skeleton, calls, rows, hidden.shape[1]) if self.padded else calls
+            if self.trade:
+                around = Around(self.trade, implementation_of(self.skeleton.config))
+                own = slice(self.seq_len)
+                calls = [call_of_piece(call, hidden.shape, own, around) for call in calls]
+            self._known_calls[rows] = calls
         return self._known_calls[rows]
 
     def _shape(self, rows: int) -> tuple[int, int, int]:
@@ -422,6 +428,7 @@ def shape_of(
     compiled: bool = False,
     fp8: bool = False,
     layer_chunks: Iterable[int] = (),
+    trade: Trade | None = None,
 ) -> ModelShape:
     """Dry-run a skeleton whose parameters are on the meta device; no other device is touched.
 
@@ -437,6 +444,7 @@ def shape_of(
             layers that cannot be traced, compiled figures are the eager ones, which are larger.
         fp8: the layers' matmuls take fp8 operands, which on CUDA need memory besides.
         layer_chunks: chunks of tokens for which to find what layers need.
+        trade: of ranks that share every sequence: all numbers of tokens are then of a piece.
 
     Raises:
         ModelError: a part of the model cannot run without data.
@@ -451,6 +459,7 @@ def shape_of(
         runs_on=runs_on,
         compiles=compiled,
         fp8=fp8 and runs_on == "cuda",
+        trade=trade,
     )
     rows = sorted({max(1, tokens // seq_len) for tokens in micro_batch_tokens})
     chunked = []
@@ -469,13 +478,11 @@ def _assembled(
     def by_tokens(of: Callable[[MicroBatchBytes], int]) -> WorkingSet:
         return WorkingSet(tuple((tokens, of(run)) for tokens, run in runs.items()))
 
-    def of_last(
-        layers: Callable[[MicroBatchBytes], tuple[LayerBytes, ...]],
-    ) -> tuple[WorkingSet, ...]:
+    def of_last(of: Callable[[MicroBatchBytes], Sequence[LayerBytes]]) -> tuple[WorkingSet, ...]:
         """Saved bytes of the last 0, 1, 2, ... layers together."""
         sums = []
         for tokens, run in runs.items():
-            totals = accumulate((layer.saved for layer in reversed(layers(run))), initial=0)
+            totals = accumulate((layer.saved for layer in reversed(of(run))), initial=0)
             sums.append([(tokens, total) for total in totals])
         return tuple(WorkingSet(points) for points in zip(*sums, strict=True))
 
@@ -518,7 +525,6 @@ def _assembled(
 def _frozen(skeleton: Skeleton, cost: ModelCost) -> FrozenParts:
     anatomy = skeleton.anatomy
     idle = sum(layer.idle_parameters for layer in cost.layers)
-    idle_frozen = round(idle * (1 - share_of_experts_trained(anatomy)))
     owners = {owner for _, owner in anatomy.tied}
     embedding, head = (
         any(len(t.shape) > 1 and not t.frozen for t in block.layout.tensors)
@@ -532,7 +538,7 @@ def _frozen(skeleton: Skeleton, cost: ModelCost) -> FrozenParts:
         trained_numel=tuple(block.layout.trainable for block in anatomy.blocks),
         first_trained=anatomy.first_trained,
         counted_parameters=counted_parameters(anatomy, idle),
-        idle_parameters=idle_frozen,
+        idle_parameters=round(idle * (1 - share_of_experts_trained(anatomy))),
         edges=(embedding, head),
     )
 

@@ -61,8 +61,7 @@ def cost_per_token(run: Callable[[int], tuple[Operations, Operations]], tokens: 
     (once, back), (twice, back_of_twice) = run(1), run(2)
 
     def grown(field: str) -> int:
-        found: int = (getattr(twice, field) - getattr(once, field)) // tokens
-        return found
+        return int(getattr(twice, field) - getattr(once, field)) // tokens
 
     def one_way(times: int, products: int, small: Operations, large: Operations) -> PassCost:
         traffic = Traffic((large.bytes - small.bytes) // tokens, small.kernels)

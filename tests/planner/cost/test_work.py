@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GptOssConfig, LlamaConfig, Qwen2Config
 
+from megatrain.engine.ranks.context_parallel import AllToAll
 from megatrain.models.skeleton import Skeleton
 from megatrain.planner.cost.dry_run import shape_of
 from megatrain.planner.cost.footprint import LiveBytes
@@ -177,6 +178,23 @@ def test_the_work_of_a_layer_gives_its_measured_speed(size, seq_len, kind, recom
     flops = 6 * found.block_numel[1] / 1e12
     assert flops / (2 * forward + backward) == pytest.approx(recomputed, rel=0.05)
     assert flops / (forward + backward) == pytest.approx(retained, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("attention", "padded"), [("sdpa", True), ("eager", False)])
+def test_a_piece_of_a_sequence_costs_its_share_of_the_whole_one(attention, padded):
+    def found(tokens: int = TOKENS, **more: Any) -> tuple[ModelShape, BlockCost]:
+        config = LlamaConfig(**SIZES, num_hidden_layers=1)
+        of_model = shape(config, attention, tokens, padded=padded, **more)
+        return of_model, of_model.cost.layers[0]
+
+    (alone, _), (whole, of_whole) = found(), found(2 * TOKENS)
+    two, three = (found(trade=AllToAll(0, ranks, lambda *_: None)) for ranks in (2, 3))
+    flops = of_whole.forward.attention_flops
+    assert (two[1].forward.attention_flops, two[1].keys) == (flops, of_whole.keys)
+    assert three[1].forward.attention_flops > 1.5 * flops  # of 6 heads, not 4, in 2 groups
+    assert two[0].calls.at(TOKENS) == whole.calls.at(2 * TOKENS)
+    assert alone.layer.at(TOKENS) < two[0].layer.at(TOKENS) < three[0].layer.at(TOKENS)
 
 
 @pytest.mark.slow
