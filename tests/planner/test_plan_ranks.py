@@ -41,6 +41,8 @@ CASES = {
     "sums in host RAM, tied, read": (2, 1, Case(**HALVES | READ, resident=1, sums=2, tied=True)),
     "read from one copy, half resident": (2, 1, Case(**READ, resident=3)),
     "all read": (2, 1, Case(**READ, clipping=False, replicated=6)),
+    "shared by four": (4, 1, Case(pieces=4, tokens=8192, micro_batch_tokens=8192, vocab=64)),
+    "shared, retained": (2, 1, Case(pieces=2, tokens=1024, retained=4, vocab=64)),
     "embedding frozen, resident": (2, 1, Case(freeze=EMBEDDING, resident=3, tokens=1024)),
 }
 
