@@ -81,7 +81,8 @@ def fit(run: Run, stop: StopRequest) -> bool:
         # while steps are skipped the weights may be lost: good checkpoints stay
         saving = last or (wanted and not run.non_finite)
         # each checkpoint has its held-out loss; a run that is asked to stop saves at once
-        found = evaluate(run, request) if saving or due(run.eval_every, run.step) else None
+        looks = saving or due(run.eval_every, run.step)
+        found = evaluate(run, request) if looks else None
         run.report.write()
         saving = saving or is_better(config, found, run.best)
         enough = count_patience(run, found)
@@ -92,7 +93,8 @@ def fit(run: Run, stop: StopRequest) -> bool:
             break
         if request.came():  # perhaps while the checkpoint was written
             finish_save(run, must=True)
-            return stop.says(f"after step {run.step}; the run is saved")
+            left = ", not evaluated" if looks and run.held_out and found is None else ""
+            return stop.says(f"after step {run.step}; the run is saved{left}")
     if (final := config.checkpoint.final) != "none":
         run.engine.world.on_rank0(
             lambda: write_final(config.output, full=final == "full", card=model_card(run))
