@@ -31,7 +31,7 @@ from megatrain.cli.app import (
 from megatrain.errors import ConfigError, PlanError, exit_code_of, printable
 from megatrain.machine.launcher import place_of, started_by
 from megatrain.methods import METHODS
-from megatrain.models.shapes import SHAPES
+from megatrain.models.shapes import SHAPES, named_shape
 from megatrain.recipes.signals import INTERRUPTED, SAVES, stop_requests, watchdog
 from megatrain.reporting.progress import logging_on
 from megatrain.reporting.streams import console_on
@@ -170,7 +170,7 @@ def plan(
     target, given = _target_of(arguments, "plan")
     is_config = names_config(target)
     settings = (load_config if is_config else bench_config)(target, given)
-    if not is_config or settings.model.source in SHAPES:
+    if not is_config or named_shape(settings.model.source):
         find_shape(settings.model.source)
     else:
         find_model(settings.model.source, settings.model.revision)

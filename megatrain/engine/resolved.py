@@ -40,6 +40,7 @@ from megatrain.models.implementations import holds_experts
 from megatrain.models.skeleton import Skeleton
 from megatrain.models.transforms.fp8 import Fp8Policy
 from megatrain.models.transforms.kept_attention import NONE_KEPT
+from megatrain.models.ulysses import why_not_in_pieces
 from megatrain.optim import AdamW, Lion, Muon, Optimizer
 from megatrain.optim.muon import check_one_rank
 from megatrain.optim.optimizer import MOMENTS
@@ -135,6 +136,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
     lengths_vary = request.packing is not None and not packed
     # what depends on micro-batches is found for pieces of sequences
     compiled = compiles(skeleton, machine, request.compile, lengths_vary or pieces > 1)
+    in_pieces = pieces > 1 and not why_not_in_pieces(skeleton)  # others are refused
     least = piece_tokens(request.least_tokens, pieces)
     sizes = [piece_tokens(asked, pieces)] if asked else dry_run_sizes(least, device.type, skeleton)
     with balanced_on_meta(skeleton, coefficient):
@@ -149,7 +151,7 @@ def resolve(request: Request, machine: Machine) -> Resolved:
             compiled=compiled is True,
             fp8=machine.precision == "fp8",
             layer_chunks=layer_chunks(request.asked.get("layer_chunk_tokens") or None, max(sizes)),
-            trade=AllToAll(0, pieces, lambda *_: None) if pieces > 1 else None,
+            trade=AllToAll(0, pieces, lambda *_: None) if in_pieces else None,  # with nobody
         )
         shape = machine.world.on_rank0(dry_run)  # all have the same model, or are refused
     packed_to = seq_len if packed else None

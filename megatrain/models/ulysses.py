@@ -115,7 +115,7 @@ def call_of_piece(call: LayerCall, shape: torch.Size, own: slice, around: Around
     }
     whole = {n: v for n, v in call.kwargs.items() if isinstance(v, Tensor) and kwargs[n] is not v}
     args = pytree.tree_map(cut, call.args)
-    return LayerCall(args, kwargs, call.end_to_end, replace(around, whole=whole))
+    return replace(call, args=args, kwargs=kwargs, around=replace(around, whole=whole))
 
 
 # -- attention -------------------------------------------------------------------------------------

@@ -36,8 +36,9 @@ OFFLOAD_SLACK_BYTES = 64 * MIB
 # which torch splits nothing below 1 MiB: at most half of that is lost, 0.9% of them in two runs.
 VARIED_ON_GPU, VARIED_ON_HOST = 0.1, 0.4
 UNSPLIT_BYTES = MIB // 4  # for each multiple of the hidden states' bytes
-# Of a micro-batch's hidden states where ranks trade, without and with retained layers: 1.8 and 5.4.
-TRADED_HOLES = 2, 6
+# Holes where ranks trade, in multiples of a micro-batch's hidden states, and where layers are
+# retained besides: 1.8 and 5.4 were measured.
+TRADED_HOLES, RETAINED_HOLES = 2, 6
 # On a CPU, of retained activations: they leave holes in malloc's heap, where most of them are if
 # hidden states are small enough; others are mapped. 14 to 22%, and 5 and 8%, in five runs.
 HEAP_HOLES_SHARE, MAPPED_HOLES_SHARE = 0.2, 0.05
@@ -266,8 +267,8 @@ class Activations:
         """The embedding's working set. Its gradient, rows of fp32, is never stored whole: they are
         added to the accumulator where they belong."""
         tokens, width = self.choices.micro_batch_tokens, self.shape.hidden_size
-        tokens *= self.job.pieces  # of whole sequences, before they are cut
         need, images = self.shape.embed.at(tokens), self.shape.images
+        tokens *= self.job.pieces  # of whole sequences, before they are cut
         if images is not None:
             need += int(self.job.images.most * tokens * images.working_bytes)
             need += images.gradient_bytes
@@ -301,7 +302,8 @@ class Activations:
         if self.choices.offload_activations:
             slack += OFFLOAD_SLACK_BYTES
         if self.job.pieces > 1:
-            slack += TRADED_HOLES[retained > 0] * hidden_states
+            holes = RETAINED_HOLES if retained or self.saved_on_host else TRADED_HOLES
+            slack += holes * hidden_states
         if self.job.pads:
             unsplit = min(VARIED_ON_GPU, UNSPLIT_BYTES / hidden_states)
             slack += int(VARIED_ON_GPU * passing + unsplit * retained)

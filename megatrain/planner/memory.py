@@ -253,9 +253,8 @@ class Layout:
     def _process(self) -> dict[str, int]:
         """The process at its start, libraries, and what these keep of the device."""
         job, shape, hardware = self.job, self.shape, self.hardware
-        libraries = hardware.library_bytes + (
-            COMPILER_BYTES if job.compiled or job.fused_loss else 0
-        )
+        libraries = hardware.library_bytes
+        libraries += COMPILER_BYTES if job.compiled or job.fused_loss else 0
         if hardware.gpu:
             # attention in float32 loads nothing of cuDNN
             libraries -= CUDNN_LIBRARY_BYTES if job.precision == "float32" else 0

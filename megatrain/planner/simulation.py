@@ -266,9 +266,8 @@ class StepSimulator:
         self.slot_holds: dict[int | None, int] = {}
         self.staging_free = 0.0
         self.shares_free = deque([0.0] * SHARE_BUFFERS)
-        self.travelling_free, self.travelling_shares_free = (
-            [0.0] * TRAVELLING_SUMS for _ in range(2)
-        )
+        self.travelling_free = [0.0] * TRAVELLING_SUMS
+        self.travelling_shares_free = [0.0] * TRAVELLING_SUMS
         self.turn = 0
         self.parts = max(1.0, options.micro_batches)
         # the ring's size as seconds of the transfers that fill it

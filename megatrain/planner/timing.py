@@ -108,8 +108,7 @@ class StepCosts:
         ratio = self.machine.over_plan
         tokens_per_s = trained / (ratio * timeline.seconds)
         images = self.job.images
-        flops = self.shape.image_flops(images.mean, images.each)
-        flops += 6 * self.shape.counted_parameters
+        flops = 6 * self.shape.counted_parameters + self.shape.image_flops(images.mean, images.each)
         return Timing(
             seconds=ratio * timeline.seconds,
             phases={phase: ratio * seconds for phase, seconds in timeline.phases.items()},
@@ -285,8 +284,8 @@ class StepCosts:
     def _attention(self, work: BlockCost, tokens: float) -> float:
         """Seconds of fused attention, both directions."""
         flops = 3 * work.forward.attention_flops * tokens
-        keys = work.keys or self.job.seq_len * self.job.pieces
-        return flops / interpolate(self.machine.attention, keys)
+        whole = self.job.seq_len * self.job.pieces
+        return flops / interpolate(self.machine.attention, min(work.keys or whole, whole))
 
     def _matmul_rate(self, tokens: float) -> float:
         rates = self.machine.matmul_fp32 if self.job.precision == "float32" else self.machine.matmul

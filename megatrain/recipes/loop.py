@@ -81,8 +81,8 @@ def fit(run: Run, stop: StopRequest) -> bool:
         # while steps are skipped the weights may be lost: good checkpoints stay
         saving = last or (wanted and not run.non_finite)
         # each checkpoint has its held-out loss; a run that is asked to stop saves at once
-        looks = saving or due(run.eval_every, run.step)
-        found = evaluate(run, request) if looks else None
+        evaluates = saving or due(run.eval_every, run.step)
+        found = evaluate(run, request) if evaluates else None
         run.report.write()
         saving = saving or is_better(config, found, run.best)
         enough = count_patience(run, found)
@@ -93,8 +93,9 @@ def fit(run: Run, stop: StopRequest) -> bool:
             break
         if request.came():  # perhaps while the checkpoint was written
             finish_save(run, must=True)
-            left = ", not evaluated" if looks and run.held_out and found is None else ""
-            return stop.says(f"after step {run.step}; the run is saved{left}")
+            owed = evaluates and found is None and (run.held_out is not None or run.prompts)
+            saved = "the run is saved, but not evaluated" if owed else "the run is saved"
+            return stop.says(f"after step {run.step}; {saved}")
     if (final := config.checkpoint.final) != "none":
         run.engine.world.on_rank0(
             lambda: write_final(config.output, full=final == "full", card=model_card(run))

@@ -42,12 +42,13 @@ def plan(
     """The plan of a config's run. Loads no weights and touches no GPU. Raises MegaTrainError.
 
     Args:
-        shape_alone: the model has no files but its configuration; a named shape never has.
+        shape_alone: only the model's configuration is read, as a named shape's always is.
         described: another machine than this one, or several of its GPUs, in the keywords of
             `doctor.planned_machine`, if any of them is not None.
     """
     named = named_shape(config.model.source) is not None
-    if shape_alone := shape_alone or named:
+    shape_alone = shape_alone or named
+    if shape_alone:
         config = with_random_weights(config)
     other = {name: value for name, value in (described or {}).items() if value is not None}
     if other and "gpus" not in other and config.gpus != "auto":

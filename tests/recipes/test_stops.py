@@ -137,9 +137,9 @@ def test_a_signal_ends_an_evaluation(megatrain, project, interrupt, trained_once
     done = megatrain("train cfg.yaml", *config, "output=halves", code=75)
     step = 0 if sweep < 4 else 5
     assert saved_steps(project / "halves") == [step]
-    # half an evaluation is none; a run that goes on at its start has that one then
+    # half an evaluation is none; the one before step 1 is repeated when the run goes on
     assert step not in [row["step"] for row in evaluations_of(project / "halves")]
-    assert ("the run is saved, not evaluated" in done.err) == (step == 5)
+    assert ("the run is saved, but not evaluated" in done.err) == (step == 5)
     megatrain("resume halves")
     same_run(whole, project / "halves", but_evaluations_of=5)
 

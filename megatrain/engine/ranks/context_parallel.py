@@ -73,13 +73,13 @@ class ContextParallel:
 
 
 class Traded(torch.autograd.Function):
-    """Tensors of which ranks have given up parts of dimension 1 for all of dimension 2; gradients
-    go the same way back."""
+    """Tensors of which ranks have given up parts of dimension 1, heads where attention reads them,
+    for all of dimension 2, tokens there. Gradients go the same way back."""
 
     @staticmethod
     def forward(ctx: Any, trade: AllToAll, *states: Tensor) -> Any:
         ctx.trade = trade
-        return tuple(trade.swapped(states, 1, 2))
+        return trade.swapped(states, 1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -88,8 +88,8 @@ class Traded(torch.autograd.Function):
 
 @dataclass(eq=False)
 class AllToAll:
-    """`models.ulysses.Trade`. exchange: given tensors to fill and tensors to send, gives each rank
-    its part of the latter's dimension 0."""
+    """`models.ulysses.Trade`. exchange: fills its first tensors; part i of dimension 0 of each of
+    the second goes to rank i."""
 
     rank: int
     ranks: int
@@ -100,11 +100,11 @@ class AllToAll:
         return found
 
     def to_tokens(self, states: Tensor) -> Tensor:
-        return self.to_heads(states)[0]
+        return self.to_heads(states)[0]  # whose dimensions 1 and 2 are tokens and heads
 
-    def swapped(self, states: Sequence[Tensor], split: int, join: int) -> list[Tensor]:
+    def swapped(self, states: Sequence[Tensor], split: int, join: int) -> tuple[Tensor, ...]:
         """Send every rank its part along `split`; what came from them, joined along `join`."""
         sent = [torch.stack(state.chunk(self.ranks, split)) for state in states]
         received = [torch.empty_like(parts) for parts in sent]
         self.exchange(received, sent)
-        return [torch.cat(parts.unbind(0), join) for parts in received]
+        return tuple(torch.cat(parts.unbind(0), join) for parts in received)

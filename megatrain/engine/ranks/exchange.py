@@ -113,12 +113,12 @@ class Exchange:
     def swap(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         """Give ranks that share sequences their parts of what is sent, one tensor after another."""
 
-        def swap() -> None:
+        def trade() -> None:
             for theirs, ours in zip(received, sent, strict=True):
                 trade_parts(theirs, ours, self.world.sharing)
 
         # wait: what is sent may still be computed
-        swapped = self.lane.after([self.compute.record()], swap)
+        swapped = self.lane.after([self.compute.record()], trade)
         # wait: nothing that is sent or received may be read, or its memory used again, before
         self.compute.wait(swapped, "exchange")
 

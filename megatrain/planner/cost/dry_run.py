@@ -81,13 +81,13 @@ class DryRun:
     """Runs parts of a skeleton whose parameters are on the meta device."""
 
     skeleton: Skeleton
-    seq_len: int  # of its piece, where a row is shared
+    seq_len: int  # of a piece, where ranks share every sequence
     padded: bool  # layers that masks tell documents by receive a boolean one for every sequence
     loss: Callable[[Tensor], Tensor]  # logits [n, vocab] -> scalar
     runs_on: str  # "cpu" or "cuda", where the model will compute
     compiles: bool  # predict compiled layers too
     fp8: bool  # the layers' matmuls take fp8 operands; their work is counted in bf16
-    trade: Trade | None  # of ranks that share every row
+    trade: Trade | None  # of these ranks
     _known_calls: dict[int, list[LayerCall]] = field(default_factory=dict)
 
     # -- bytes -------------------------------------------------------------------------------------
@@ -340,14 +340,15 @@ class DryRun:
             for at, (layer, call) in enumerate(pairs)
         ]
 
-    def _embed(self, rows: int, pieces: int = 1) -> tuple[Tensor, list[LayerCall]]:
-        ids = torch.zeros(rows, pieces * self.seq_len, dtype=torch.long, device="meta")
+    def _embed(self, rows: int) -> tuple[Tensor, list[LayerCall]]:
+        tokens = self.seq_len * (self.trade.ranks if self.trade else 1)
+        ids = torch.zeros(rows, tokens, dtype=torch.long, device="meta")
         return self.skeleton.embed({"input_ids": ids})
 
     def _calls(self, rows: int) -> list[LayerCall]:
         if rows not in self._known_calls:
             with torch.no_grad(), without_data():
-                hidden, calls = self._embed(rows, self.trade.ranks if self.trade else 1)
+                hidden, calls = self._embed(rows)
             calls = _padded(self.skeleton, calls, rows, hidden.shape[1]) if self.padded else calls
             if self.trade:
                 around = Around(self.trade, implementation_of(self.skeleton.config))
@@ -369,11 +370,8 @@ class DryRun:
 
 
 def _with_compiled(cost: BlockCost, forward: Traffic, backward: Traffic) -> BlockCost:
-    return replace(
-        cost,
-        forward=replace(cost.forward, compiled=forward),
-        backward=replace(cost.backward, compiled=backward),
-    )
+    ahead, back = replace(cost.forward, compiled=forward), replace(cost.backward, compiled=backward)
+    return replace(cost, forward=ahead, backward=back)
 
 
 def _padded(
@@ -404,7 +402,7 @@ def _padded(
             args[place] = masks[key]
         else:
             kwargs[MASK] = masks[key]
-        padded.append(LayerCall(tuple(args), kwargs))
+        padded.append(replace(call, args=tuple(args), kwargs=kwargs))
     return padded
 
 
@@ -433,18 +431,18 @@ def shape_of(
     """Dry-run a skeleton whose parameters are on the meta device; no other device is touched.
 
     Args:
-        seq_len: tokens of a full sequence.
+        seq_len: tokens of a full sequence, or of a piece of it with `trade`.
         micro_batch_tokens: sizes to try; each becomes as many full sequences as it holds, at least
             one.
-        padded: layers receive a boolean mask [rows, 1, seq_len, seq_len], unless it is their
-            kernels that keep documents apart.
+        padded: layers receive a boolean mask [rows, 1, tokens, tokens] of whole sequences, unless
+            it is their kernels that keep documents apart.
         head_loss: logits [n, vocab] -> scalar; by default cross entropy in fp32.
         runs_on: "cpu" or "cuda", where the model will compute; their attention kernels differ.
         compiled: predict compiled layers too, a second for each kind of layer. Otherwise, and for
             layers that cannot be traced, compiled figures are the eager ones, which are larger.
         fp8: the layers' matmuls take fp8 operands, which on CUDA need memory besides.
         layer_chunks: chunks of tokens for which to find what layers need.
-        trade: of ranks that share every sequence: all numbers of tokens are then of a piece.
+        trade: of ranks that share every sequence: all numbers of tokens are then of pieces.
 
     Raises:
         ModelError: a part of the model cannot run without data.
