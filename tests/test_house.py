@@ -43,7 +43,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 # Code tokens that rooms may have: comments and docstrings do not count. Ceilings only fall; behind
 # each stands what it is to come to.
 BUDGETS: tuple[tuple[int, tuple[str, ...]], ...] = (
-    (68_143, ("engine", "memory", "optim", "schedule")),  # 60_000
+    (68_142, ("engine", "memory", "optim", "schedule")),  # 60_000
     (39_110, ("models",)),  # 31_500
     (44_580, ("data",)),  # 34_000
     (38_173, ("planner", "planner/cost")),  # 32_000
@@ -62,7 +62,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 OUTSIDE_THE_CORE = re.compile(r"(?i)(?<![a-z])(ranks?|hosts|nvme|drives?|world)(?![a-z])")
 CORE_LINES, CORE_TOKENS = 3_000, 20_000  # 2_800, 20_000
 # 42_000, 215, 32_000
-PACKAGE_LINES, PACKAGE_FILES, TEST_LINES = 52_310, 222, 49_188
+PACKAGE_LINES, PACKAGE_FILES, TEST_LINES = 52_310, 222, 49_187
 FILE_LINES, FUNCTION_LINES = 600, 60
 NAMES_IN_TWO_MODULES = 10  # functions and classes: mostly a command and its recipe
 UNNAMED_SINGLE_IMPORTERS = 0

@@ -55,7 +55,7 @@ class ContextParallel:
         if not missing:
             return batch
         zeros = "input_ids", "attention_mask", "position_ids", "token_real"
-        fills = {"labels": IGNORE, **dict.fromkeys(zeros, 0)}
+        fills = dict.fromkeys(zeros, 0) | {"labels": IGNORE}
         if longest is not None and "position_ids" not in batch and shape[1] + missing > longest:
             raise DataError(
                 f"a sequence of {shape[1]} tokens is padded to {shape[1] + missing} for "

@@ -190,10 +190,9 @@ def test_a_piece_of_a_sequence_costs_its_share_of_the_whole_one(attention, padde
 
     (alone, _), (whole, of_whole) = found(), found(2 * TOKENS)
     two, three = (found(trade=AllToAll(0, ranks, lambda *_: None)) for ranks in (2, 3))
-    flops = of_whole.forward.attention_flops
+    flops, heads, tokens = of_whole.forward.attention_flops, 6 / 4, 3 / 2
     assert (two[1].forward.attention_flops, two[1].keys) == (flops, of_whole.keys)
-    # of 6 heads, not 4, over 3/2 of the tokens
-    assert three[1].forward.attention_flops == pytest.approx(2.25 * flops, rel=0.05)
+    assert three[1].forward.attention_flops == pytest.approx(heads * tokens * flops, rel=0.05)
     assert two[0].calls.at(TOKENS) == whole.calls.at(2 * TOKENS)
     assert alone.layer.at(TOKENS) < two[0].layer.at(TOKENS) < three[0].layer.at(TOKENS)
 
