@@ -9,6 +9,7 @@ import torch
 
 from megatrain.engine.ranks.context_parallel import ContextParallel
 from megatrain.errors import ConfigError, DataError
+from megatrain.recipes.api import plan
 from megatrain.settings import ALL, Settings
 from megatrain.world import World
 from tests.engine.test_ranks import assert_one, joined
@@ -127,15 +128,12 @@ def test_padding_that_the_model_cannot_read_is_refused():
     assert sharing(13).lengthened(square, 13) is square
 
 
-SHARED = World(0, 2, 0, 2, cp_size=2)
+SHARED, DYNAMIC = World(0, 2, 0, 2, cp_size=2), {"rope_type": "dynamic", "factor": 2.0}
 NOT_IN_PIECES: dict[str, tuple[dict[str, Any], str]] = {
     "compiled": ({"settings": Settings(compile=True)}, "compiled layers"),
     "balanced": ({"model": "mixtral", "router_aux_loss_coef": 0.1}, "router_aux_loss_coef: 0"),
     "dropout": ({"model": tiny_config("gpt2", resid_pdrop=0.1)}, "dropout"),
-    "dynamic": (
-        {"model": tiny_config("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0})},
-        "rotary factors that follow the length",
-    ),
+    "dynamic": ({"model": tiny_config("llama", rope_parameters=DYNAMIC)}, "rotary factors"),
     "attention of its own": ({"model": "falcon-7b"}, "mix tokens outside of attention"),
     "recurrent": ({"model": "bamba"}, "mix tokens outside of attention"),
     "linear": ({"model": "qwen3-next"}, "mix tokens outside of attention"),
@@ -147,3 +145,10 @@ def test_what_is_not_computed_in_pieces_is_refused(what):
     options, words = NOT_IN_PIECES[what]
     with pytest.raises(ConfigError, match=f"context_parallel: 2 does not work with .*{words}"):
         engine_of(**{"model": "llama", "world": SHARED, **options})
+
+
+def test_a_plan_refuses_them_too(tmp_path):
+    tiny_config("falcon-7b").save_pretrained(tmp_path)
+    asked: Any = {"gpus": 2, "tokens_per_step": 64, "train": {"context_parallel": 2}}
+    with pytest.raises(ConfigError, match="2 does not work with a falcon model"):
+        plan(tmp_path, gpu="H100", ram="128GiB", seq_len=32, **asked)
