@@ -36,8 +36,8 @@ OFFLOAD_SLACK_BYTES = 64 * MIB
 # which torch splits nothing below 1 MiB: at most half of that is lost, 0.9% of them in two runs.
 VARIED_ON_GPU, VARIED_ON_HOST = 0.1, 0.4
 UNSPLIT_BYTES = MIB // 4  # for each multiple of the hidden states' bytes
-# Holes where ranks trade, in multiples of a micro-batch's hidden states, and where layers are
-# retained besides: 1.8 and 5.4 were measured.
+# Holes where ranks trade, in multiples of a micro-batch's hidden states, without and with retained
+# layers: 1.8 and 5.4 were measured.
 TRADED_HOLES, RETAINED_HOLES = 2, 6
 # On a CPU, of retained activations: they leave holes in malloc's heap, where most of them are if
 # hidden states are small enough; others are mapped. 14 to 22%, and 5 and 8%, in five runs.

@@ -129,11 +129,12 @@ def test_padding_that_the_model_cannot_read_is_refused():
 
 
 SHARED, DYNAMIC = World(0, 2, 0, 2, cp_size=2), {"rope_type": "dynamic", "factor": 2.0}
+OF_LENGTH = "rotary factors that follow the length"
 NOT_IN_PIECES: dict[str, tuple[dict[str, Any], str]] = {
     "compiled": ({"settings": Settings(compile=True)}, "compiled layers"),
     "balanced": ({"model": "mixtral", "router_aux_loss_coef": 0.1}, "router_aux_loss_coef: 0"),
     "dropout": ({"model": tiny_config("gpt2", resid_pdrop=0.1)}, "dropout"),
-    "dynamic": ({"model": tiny_config("llama", rope_parameters=DYNAMIC)}, "rotary factors"),
+    "dynamic": ({"model": tiny_config("llama", rope_parameters=DYNAMIC)}, OF_LENGTH),
     "attention of its own": ({"model": "falcon-7b"}, "mix tokens outside of attention"),
     "recurrent": ({"model": "bamba"}, "mix tokens outside of attention"),
     "linear": ({"model": "qwen3-next"}, "mix tokens outside of attention"),

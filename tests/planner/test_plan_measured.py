@@ -134,11 +134,10 @@ class Case:
         own = ids[world.dp_rank :: world.dp_size].split(self.micro_batch_tokens // ROW)
         batches = [{"input_ids": rows, "labels": rows} for rows in own]
         with AllocatedBytes() as live:
-            limit = 1.0 if self.clipping else None
             request = Request.of_keywords(
                 self.config,
                 precision=self.precision,
-                max_grad_norm=limit,
+                max_grad_norm=1.0 if self.clipping else None,
                 device="cpu",
                 settings=settings,
                 freeze=self.freeze,
@@ -174,6 +173,7 @@ EMBEDDING, HEAD = ("model.embed_tokens.weight",), ("lm_head.weight",)
 FIRST_FOUR = (*EMBEDDING, "model.layers.[0-3].*")
 LARGE: dict[str, Any] = {"vocab": 8192, "micro_batch_tokens": 512}
 SMALL: dict[str, Any] = {"micro_batch_tokens": 128}
+HALVES: dict[str, Any] = {"groups": 2, **SMALL}
 CASES = {
     "bf16": Case(),
     "head decides, in chunks": Case(**LARGE),
@@ -191,20 +191,18 @@ CASES = {
     ),
     "offloaded, half retained": Case(layers=8, offload=True, retained=4, **SMALL),
     "kept as int8": Case(layers=8, activations="int8"),
-    "kept as int6, in groups": Case(
-        layers=8, activations="int6", groups=2, **SMALL, precision="float32"
-    ),
+    "kept as int6, in groups": Case(layers=8, activations="int6", precision="float32", **HALVES),
     "embedding frozen, large": Case(freeze=EMBEDDING, **LARGE),
     "head frozen, large": Case(freeze=HEAD, **LARGE),
     "head frozen, large, fp32": Case(freeze=HEAD, **LARGE, precision="float32"),
     "tied and frozen": Case(freeze=HEAD, **LARGE, tied=True),
     "first half frozen, resident": Case(layers=8, freeze=FIRST_FOUR, resident=3),
-    "first half frozen, in groups": Case(layers=8, freeze=FIRST_FOUR, groups=2, **SMALL, sums=7),
+    "first half frozen, in groups": Case(layers=8, freeze=FIRST_FOUR, **HALVES, sums=7),
     "first half frozen, offloaded": Case(layers=8, freeze=FIRST_FOUR, offload=True),
     "first half frozen, computed twice": Case(layers=8, freeze=FIRST_FOUR, second_backward=True),
     "MLPs frozen": Case(freeze=("*.mlp.*",)),
     "scores, tied, fp32": Case(scores=True, vocab=8192, tied=True, precision="float32"),
-    "scores, retained, in groups": Case(scores=True, retained=4, groups=2, **SMALL, tokens=1024),
+    "scores, retained, in groups": Case(scores=True, retained=4, **HALVES, tokens=1024),
     "the head alone": Case(freeze=(*EMBEDDING, "*.layers.*", "*.norm.*")),
 }
 

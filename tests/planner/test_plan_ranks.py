@@ -29,15 +29,15 @@ from megatrain.planner.timing import ATTENTION_FORWARD_SHARE, StepCosts
 from megatrain.world import World
 from tests.helpers.once import engines_are_built_fast
 from tests.helpers.planned import ALL_STREAMED, H200_LARGE_HOST, JOB_7B, QWEN_7B
-from tests.planner.test_plan_measured import EMBEDDING, Case
+from tests.planner.test_plan_measured import EMBEDDING, HALVES, Case
 from tests.planner.test_simulation import COMPUTING, LAYERS, ONE_GROUP, with_tasks
 
-HALVES: dict[str, Any] = {"groups": 2, "micro_batch_tokens": 128, "tokens": 1024}
-READ: dict[str, Any] = {"tokens": 1024, "transport": "read"}
+LONGER: dict[str, Any] = {"tokens": 1024}
+READ = LONGER | {"transport": "read"}
 CASES = {
     "tied, three": (3, 1, Case(tied=True, tokens=1536, replicated=1)),
     "two hosts of two": (4, 2, Case(tokens=2048, replicated=2)),
-    "in groups, half resident": (2, 1, Case(**HALVES, resident=3, replicated=5, sums=6)),
+    "in groups, half resident": (2, 1, Case(**HALVES | LONGER, resident=3, replicated=5, sums=6)),
     "sums in host RAM, tied, read": (2, 1, Case(**HALVES | READ, resident=1, sums=2, tied=True)),
     "read from one copy, half resident": (2, 1, Case(**READ, resident=3)),
     "all read": (2, 1, Case(**READ, clipping=False, replicated=6)),

@@ -88,8 +88,8 @@ class Traded(torch.autograd.Function):
 
 @dataclass(eq=False)
 class AllToAll:
-    """`models.ulysses.Trade`. exchange: fills its first tensors; part i of dimension 0 of each of
-    the second goes to rank i."""
+    """`models.ulysses.Trade`. exchange: called with tensors to fill and tensors to send, of each of
+    which part i along dimension 0 goes to rank i."""
 
     rank: int
     ranks: int
